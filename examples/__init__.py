@@ -1,0 +1,1 @@
+"""A small, readable trainer built on `muon2_optax`: `python -m examples.pretrain`."""

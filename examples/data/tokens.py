@@ -1,0 +1,146 @@
+"""Turn documents into one stream of token ids, each document ended by a separator."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from examples.config import DataConfig, UserError
+
+END = "<|endoftext|>"
+_KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")
+
+
+class Tokenizer(Protocol):
+    """What the rest of the trainer needs to know about a tokenizer."""
+
+    name: str
+    vocab_size: int
+    end_id: int
+
+    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Token ids of each document, without a separator."""
+        ...
+
+    def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Bytes of text that each token of each document stands for."""
+        ...
+
+
+class ByteTokenizer:
+    """One token per byte, and one more for the end of a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_id = 256
+
+    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in documents]
+
+    def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.ones(len(text), np.int64) for text in documents]
+
+
+class SubwordTokenizer:
+    """A tokenizer of the `tokenizers` library."""
+
+    def __init__(self, tokenizer: Any, name: str):
+        self.name = name
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size()
+        known = (tokenizer.token_to_id(end) for end in _KNOWN_ENDS)
+        end_id = next((index for index in known if index is not None), None)
+        if end_id is None:  # no end token in the file: one more id of our own
+            end_id, self.vocab_size = self.vocab_size, self.vocab_size + 1
+        self.end_id = end_id
+
+    def _encode(self, documents: Sequence[bytes]) -> Any:
+        texts = [document.decode("utf-8") for document in documents]
+        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+
+    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.asarray(item.ids, np.int32) for item in self._encode(documents)]
+
+    def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        pairs = zip(documents, self._encode(documents), strict=True)
+        return [_bytes_per_token(text, item.offsets) for text, item in pairs]
+
+    def save(self, path: Path) -> None:
+        """Write the `tokenizer.json`, so that `--tokenizer PATH` can use it again."""
+        self._tokenizer.save(str(path))
+
+
+def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Share the bytes of a document out over its tokens, each byte exactly once.
+
+    Offsets count characters, and the tokens of a character that was split into bytes
+    all carry the offsets of the whole: the first of them is given all its bytes.
+    """
+    raw = np.frombuffer(document, np.uint8)
+    starts = np.flatnonzero((raw & 0xC0) != 0x80)  # bytes that begin a character
+    byte_at = np.append(starts, len(raw))
+    ends = np.asarray([end for _, end in offsets], np.int64)
+    ends = np.maximum.accumulate(ends)
+    if len(ends):
+        ends[-1] = len(starts)  # what follows the last token counts as well
+    return np.diff(byte_at[ends], prepend=0)
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers  # only subword runs need this library
+    except ImportError:
+        raise UserError(
+            "--tokenizer: the package 'tokenizers' is not installed"
+        ) from None
+    return tokenizers
+
+
+def train_bpe(documents: Sequence[bytes], vocab_size: int) -> SubwordTokenizer:
+    """Train a byte-level BPE on the documents."""
+    tokenizers = _import_tokenizers()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (document.decode("utf-8") for document in documents)
+    tokenizer.train_from_iterator(texts, trainer=trainer, length=len(documents))
+    return SubwordTokenizer(tokenizer, f"bpe {tokenizer.get_vocab_size()}")
+
+
+def make_tokenizer(config: DataConfig, train: Sequence[bytes]) -> Tokenizer:
+    """The tokenizer that the options name; a BPE sees training text alone."""
+    if config.tokenizer == "bytes":
+        return ByteTokenizer()
+    if config.tokenizer == "bpe":
+        return train_bpe(train, config.vocab_size)
+    path = Path(config.tokenizer)
+    if not path.is_file():
+        raise UserError(
+            f"--tokenizer {path}: neither 'bytes' nor 'bpe' nor an existing file"
+        )
+    tokenizers = _import_tokenizers()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
+    return SubwordTokenizer(tokenizer, str(path))
+
+
+def stream(pieces: Sequence[np.ndarray], end: int, dtype: Any) -> np.ndarray:
+    """Join per-document arrays, each followed by `end`."""
+    total = sum(map(len, pieces)) + len(pieces)
+    joined = np.full(total, end, dtype)
+    position = 0
+    for piece in pieces:
+        joined[position : position + len(piece)] = piece
+        position += len(piece) + 1
+    return joined
