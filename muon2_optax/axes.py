@@ -1,0 +1,145 @@
+"""How the axes of one parameter form matrices."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Axis = int | tuple[int, ...]
+
+
+def _tuple(axis: Axis) -> tuple[int, ...]:
+    return (axis,) if isinstance(axis, int) else tuple(axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixAxes:
+    """Which axes of a parameter are a matrix's inputs, which its outputs.
+
+    The layer computes ``sum over in_axis of input * parameter``. Several axes on a
+    side are flattened together; axes on neither side are batch axes: each index along
+    them is a matrix of its own (stacked layers, experts, heads).
+
+    ==============================  ==========================  ====================
+    parameter                       shape                       axes
+    ==============================  ==========================  ====================
+    flax / Haiku kernel             (in, out)                   ``MatrixAxes(0, 1)``
+    torch / Equinox weight          (out, in)                   ``MatrixAxes(1, 0)``
+    stacked layers, experts         (..., in, out)              ``MatrixAxes(-2, -1)``
+    DenseGeneral q, k, v            (d, heads, head_dim)        ``MatrixAxes(0, (1, 2))``
+    DenseGeneral out                (heads, head_dim, d)        ``MatrixAxes((0, 1), 2)``
+    one matrix per head             (d, heads, head_dim)        ``MatrixAxes(0, 2)``
+    convolution HWIO                (h, w, in, out)             ``MatrixAxes((0, 1, 2), 3)``
+    convolution OIHW                (out, in, h, w)             ``MatrixAxes((1, 2, 3), 0)``
+    fused q, k, v, axis of 3        (d, 3, d)                   ``MatrixAxes(0, 2)``
+    fused q, k, v, flat             (d, dq + dk + dv)           ``MatrixAxes(0, 1, (dq, dk, dv))``
+    ==============================  ==========================  ====================
+
+    Attributes:
+      in_axis: axis or axes summed over (fan-in); negative counts from the end.
+      out_axis: axis or axes of the result (fan-out).
+      out_splits: sizes of independent blocks along the single ``out_axis``: a fused
+        projection whose parts are matrices of their own. Empty: one block.
+    """  # noqa: E501
+
+    in_axis: Axis
+    out_axis: Axis
+    out_splits: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "in_axis", _tuple(self.in_axis))
+        object.__setattr__(self, "out_axis", _tuple(self.out_axis))
+        object.__setattr__(self, "out_splits", tuple(self.out_splits))
+        if not self.in_axis or not self.out_axis:
+            raise ValueError(f"{self}: a matrix needs an input and an output axis")
+        if self.out_splits and len(_tuple(self.out_axis)) != 1:
+            raise ValueError(f"{self}: out_splits needs a single out_axis")
+
+    def resolve(self, shape: tuple[int, ...]) -> "ResolvedAxes":
+        """Fits the axes to a shape.
+
+        Raises:
+          ValueError: an axis out of range, named twice, or splits that do not add up.
+        """
+        rank = len(shape)
+        sides = []
+        for axes in (_tuple(self.in_axis), _tuple(self.out_axis)):
+            if any(not -rank <= a < rank for a in axes):
+                raise ValueError(f"{self} does not fit rank {rank}")
+            sides.append(tuple(a % rank for a in axes))
+        ins, outs = sides
+        if len(set(ins + outs)) != len(ins + outs):
+            raise ValueError(f"{self} uses an axis of shape {shape} twice")
+        splits = self.out_splits or (math.prod(shape[a] for a in outs),)
+        if self.out_splits and sum(splits) != shape[outs[0]]:
+            raise ValueError(
+                f"out_splits {self.out_splits} add up to {sum(splits)}, but axis "
+                f"{outs[0]} of shape {shape} has {shape[outs[0]]}"
+            )
+        return ResolvedAxes(tuple(shape), ins, outs, splits)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedAxes:
+    """``MatrixAxes`` fitted to one shape; all axes are non-negative."""
+
+    shape: tuple[int, ...]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    splits: tuple[int, ...]
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(a for a in range(len(self.shape)) if a not in self.ins + self.outs)
+
+    @property
+    def fan_in(self) -> int:
+        return math.prod(self.shape[a] for a in self.ins)
+
+    def to_blocks(self, x: jax.Array) -> list[jax.Array]:
+        """The matrices of ``x``: one array (*batch, fan_in, fan_out) per split."""
+        order = self.batch + self.ins + self.outs
+        if order != tuple(range(x.ndim)):
+            x = jnp.transpose(x, order)
+        batch = tuple(self.shape[a] for a in self.batch)
+        matrix = x.reshape(*batch, self.fan_in, sum(self.splits))
+        if len(self.splits) == 1:
+            return [matrix]
+        return jnp.split(matrix, np.cumsum(self.splits)[:-1], axis=-1)
+
+    def from_blocks(self, blocks: list[jax.Array]) -> jax.Array:
+        """Inverse of ``to_blocks``."""
+        matrix = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=-1)
+        order = self.batch + self.ins + self.outs
+        x = matrix.reshape(tuple(self.shape[a] for a in order))
+        if order != tuple(range(x.ndim)):
+            x = jnp.transpose(x, np.argsort(order))
+        return x
+
+    def per_output(self, values: list[float]) -> float | np.ndarray:
+        """One number per block, shaped to multiply the parameter elementwise."""
+        if len(values) == 1:
+            return values[0]
+        shape = [1] * len(self.shape)
+        shape[self.outs[0]] = -1
+        return np.repeat(np.asarray(values), self.splits).reshape(shape)
+
+
+SHAPE_SCALES: dict[str, Callable[[int, int], float]] = {
+    # The RMS -> RMS operator norm of the update is 1 (Bernstein & Newhouse 2025); the
+    # paper's sqrt(m/n) for a kernel stored (n, m) = (fan_in, fan_out).
+    "spectral": lambda fan_in, fan_out: math.sqrt(fan_out / fan_in),
+    # github.com/KellerJordan/Muon
+    "keller": lambda fan_in, fan_out: math.sqrt(max(1.0, fan_out / fan_in)),
+    # The RMS of an AdamW update (Liu et al. 2025, "Muon is scalable", eq. 4).
+    "match_rms": lambda fan_in, fan_out: 0.2 * math.sqrt(max(fan_in, fan_out)),
+    "none": lambda fan_in, fan_out: 1.0,
+}
+
+
+def shape_factors(axes: ResolvedAxes, kind: str) -> list[float]:
+    """The shape factor, one of ``SHAPE_SCALES``, of each block of one leaf."""
+    return [SHAPE_SCALES[kind](axes.fan_in, fan_out) for fan_out in axes.splits]

@@ -1,0 +1,75 @@
+"""Muon (Jordan et al. 2024): the baseline, as published."""
+
+from typing import Any
+
+import optax
+
+from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._routed import adamw, routed
+from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.rules import MatrixRules
+from muon2_optax.scaling import scale_by_shape
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    weight_decay: float = 0.0,
+    *,
+    ns_steps: int = 5,
+    ns_coeffs: Any = "keller",
+    ns_dtype: Any = None,
+    nesterov: bool = True,
+    shape_scale: str = "keller",
+    rules: MatrixRules | None = None,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps: float = 1e-8,
+    adam_weight_decay: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon for the matrices, AdamW for the rest.
+
+    For each matrix W with gradient G::
+
+        M = b1 M + (1 - b1) G
+        O = NewtonSchulz(b1 M + (1 - b1) G, K)
+        W = W - learning_rate * (sqrt(max(1, fan_out / fan_in)) * O + weight_decay * W)
+
+    The published code adds 1e-7 to the norm before Newton-Schulz; here nothing is
+    added, so the update does not depend on the size of the gradients (1e-30 to 1e30 in
+    float32). A ``Schedule`` with ``normalization=Frobenius(eps=1e-7)`` restores it.
+
+    Args and returns are those of ``muon2``, without those of the second moment (b2,
+    eps, nu_dtype, bias_correction).
+
+    References:
+      Jordan et al. 2024, github.com/KellerJordan/Muon.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+    >>> tx = muon(learning_rate=0.02, adam_learning_rate=3e-3)
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    rules = MatrixRules() if rules is None else rules
+    matrix = optax.chain(
+        scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
+        newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+        ),
+        scale_by_shape(shape_scale, rules=rules),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    adam = adamw(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_b1,
+        adam_b2,
+        adam_eps,
+        adam_weight_decay,
+        weight_decay_mask,
+        mu_dtype,
+    )
+    return routed(matrix, adam, rules)

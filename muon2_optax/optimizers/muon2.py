@@ -1,0 +1,115 @@
+"""Muon^2: momentum over the root of a second moment, orthogonalized (Algorithm 1)."""
+
+from typing import Any
+
+import optax
+
+from muon2_optax.moments import scale_by_second_moment
+from muon2_optax.optimizers._routed import adamw, routed
+from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.rules import MatrixRules
+from muon2_optax.scaling import scale_by_shape
+
+
+def muon2(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    *,
+    ns_steps: int = 3,
+    ns_coeffs: Any = "keller",
+    ns_dtype: Any = None,
+    nesterov: bool = False,
+    bias_correction: bool = False,
+    shape_scale: str = "spectral",
+    rules: MatrixRules | None = None,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps: float = 1e-8,
+    adam_weight_decay: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon^2 for the matrices, AdamW for the rest.
+
+    For each matrix W with gradient G (the paper's Algorithm 1)::
+
+        M = b1 M + (1 - b1) G
+        V = b2 V + (1 - b2) G * G
+        O = NewtonSchulz(M / (sqrt(V) + eps), K)
+        W = W - learning_rate * (sqrt(fan_out / fan_in) * O + weight_decay * W)
+
+    The paper gives neither b1, b2 nor eps; these defaults are those of the one public
+    run of it (modded-nanogpt pull request 266). Its weight decay is 0.
+
+    Args:
+      learning_rate: step size or schedule, of the order of 0.01 to 0.06.
+      b1: decay rate of the momentum.
+      b2: decay rate of the second moment.
+      eps: added to sqrt(V); see ``scale_by_second_moment``.
+      weight_decay: decoupled, multiplied by the learning rate but not by the shape
+        factor (as in AdamW).
+      ns_steps: Newton-Schulz iterations K.
+      ns_coeffs: their coefficients; see ``newton_schulz``.
+      ns_dtype: dtype of their products; None: float16 on GPU, bfloat16 on TPU, float32
+        on CPU.
+      nesterov: use ``b1 M + (1 - b1) G`` in place of M.
+      bias_correction: correct M and V for their start at zero (matters only through
+        eps, since the size of M / sqrt(V) drops out).
+      shape_scale: factor by the matrix's shape; see ``scale_by_shape``.
+      rules: which leaves are matrices, and along which axes; None: ``MatrixRules()``,
+        which sends embeddings, heads, norms, biases and routers to AdamW.
+        ``rules.describe(params)`` shows the outcome.
+      weight_decay_mask: tree of bools, or function from parameters to one, as in
+        ``optax.add_decayed_weights``; for both groups.
+      mu_dtype: dtype of the momenta of both groups; None: the parameters'.
+      nu_dtype: dtype of V; None: float32.
+      adam_learning_rate: step size or schedule of AdamW, None: ``learning_rate``.
+      adam_b1: AdamW's decay rate of the mean.
+      adam_b2: AdamW's decay rate of the square.
+      adam_eps: AdamW's eps.
+      adam_weight_decay: AdamW's weight decay.
+
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
+
+    References:
+      Liu et al. 2026, "Muon^2", arXiv:2604.09967.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+    >>> tx = muon2(learning_rate=0.02, adam_learning_rate=3e-3)
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    rules = MatrixRules() if rules is None else rules
+    matrix = optax.chain(
+        scale_by_second_moment(
+            b1,
+            b2,
+            eps,
+            nesterov=nesterov,
+            bias_correction=bias_correction,
+            mu_dtype=mu_dtype,
+            nu_dtype=nu_dtype,
+        ),
+        newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+        ),
+        scale_by_shape(shape_scale, rules=rules),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    adam = adamw(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_b1,
+        adam_b2,
+        adam_eps,
+        adam_weight_decay,
+        weight_decay_mask,
+        mu_dtype,
+    )
+    return routed(matrix, adam, rules)

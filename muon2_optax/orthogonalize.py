@@ -1,0 +1,76 @@
+"""The transform that replaces every matrix by its approximate polar factor."""
+
+from typing import Any
+
+import optax
+
+from muon2_optax import coefficients, layout, trees
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.rules import MatrixRules
+
+
+def newton_schulz_orthogonalize(
+    ns_steps: int = 3,
+    ns_coeffs: Any = "keller",
+    *,
+    ns_dtype: Any = None,
+    rules: MatrixRules | None = None,
+) -> optax.GradientTransformation:
+    """Orthogonalizes each matrix of the updates with K Newton-Schulz steps.
+
+    Line 7 of the paper's Algorithm 1, ``O = NewtonSchulz(M, K)``. Leaves of equal
+    matrix shape run as one batch. The result does not depend on the input's size.
+
+    Args:
+      ns_steps: number of iterations K.
+      ns_coeffs: the coefficients, as in ``newton_schulz``.
+      ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
+        bfloat16 on TPU, float32 on CPU.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      A stateless transform. Updates keep shape and dtype.
+
+    Raises:
+      ValueError: on update, a leaf that is not a matrix under ``rules``; route such
+        leaves elsewhere with ``optax.partition({...}, rules.labels)``.
+
+    >>> import jax.numpy as jnp
+    >>> tx = newton_schulz_orthogonalize(ns_steps=5)
+    >>> updates, _ = tx.update({"w": jnp.eye(2) * 1e-20}, tx.init({"w": jnp.eye(2)}))
+    >>> bool(jnp.allclose(updates["w"], jnp.eye(2), atol=0.32))
+    True
+    """
+    rules = MatrixRules() if rules is None else rules
+    plan = coefficients.resolve(ns_coeffs, ns_steps)
+
+    def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
+        del params
+        axes, leaves = [], []
+
+        def collect(name: str, leaf: Any) -> tuple[Any]:
+            axes.append(require_matrix(rules, name, leaf))
+            leaves.append(leaf)
+            return (leaf,)
+
+        trees.map_leaves(collect, updates)
+        done = iter(layout.orthogonalize_leaves(leaves, axes, plan, ns_dtype))
+        return trees.map_leaves(lambda name, leaf: (next(done),), updates)[0]
+
+    return optax.stateless(update_fn)
+
+
+def require_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
+    """The axes of a leaf that must be a matrix.
+
+    Raises:
+      ValueError: it is not, under these rules.
+    """
+    axes = rules.resolve(name, leaf.shape)
+    if axes is None:
+        raise ValueError(
+            f"{name!r} of shape {tuple(leaf.shape)} is not a matrix under these rules; "
+            "send it elsewhere with optax.partition({'matrix': ..., 'adam': ...}, "
+            "rules.labels), or add a rule for it to MatrixRules"
+        )
+    return axes

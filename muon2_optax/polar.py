@@ -1,0 +1,219 @@
+"""Orthogonalization by Newton-Schulz iterations: pure functions on (..., m, n).
+
+For X = U S V^T every function here returns about U f(S) V^T, where f is the composition
+of the schedule's quintics on the normalized singular values and f(s) is near 1 for all
+but the smallest s: an approximation of the polar factor U V^T.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muon2_optax import coefficients, dtypes
+from muon2_optax.coefficients import Frobenius, Plan
+
+# From this ratio of the sides on, iterating on the small Gram matrix takes fewer
+# operations than iterating on X: (10 K - 10 + 4 r) m^3 against K (4 r + 2) m^3.
+GRAM_ASPECT = 1.5
+# Rounding gives a Gram matrix small negative eigenvalues, and each step multiplies them
+# by a^2. A fresh X X^T is taken before they grow by more than this: three steps of
+# Keller's triple (11.9^2 = 141), two of the steeper schedules.
+GRAM_GROWTH = 150.0
+
+
+def newton_schulz(
+    x: jax.Array,
+    ns_steps: int = 3,
+    ns_coeffs: Any = "keller",
+    *,
+    ns_dtype: Any = None,
+) -> jax.Array:
+    """Approximate polar factor of every matrix of a stack.
+
+    Args:
+      x: array (..., m, n) of any float or complex dtype; each of the leading indices is
+        a matrix of its own. A zero matrix gives exactly zero. A matrix with a
+        non-finite entry gives NaN and leaves the others of the stack alone.
+      ns_steps: iterations K; 0 only normalizes.
+      ns_coeffs: name of a schedule, a ``Schedule``, a triple or a (K, 3) table; see
+        ``coefficients.resolve``.
+      ns_dtype: dtype of the iteration's products. None: float16 on GPU, bfloat16 on
+        TPU, float32 on CPU, by the platform that the program is compiled for; float64
+        and complex inputs keep their own precision. The norm is taken in float32 or
+        better in any case, and float32 products never use TF32 or bfloat16 passes.
+
+    Returns:
+      Array of the shape and dtype of ``x``.
+
+    Raises:
+      ValueError: fewer than two axes, an unsuitable schedule, or a dtype that is not
+        floating point.
+
+    References:
+      Jordan et al. 2024, github.com/KellerJordan/Muon; the paper's eq. for Q_NS.
+    """
+    if x.ndim < 2:
+        raise ValueError(f"newton_schulz needs (..., m, n), got shape {x.shape}")
+    plan = coefficients.resolve(ns_coeffs, ns_steps)
+    return orthogonalize([x], plan, ns_dtype)[0]
+
+
+def orthogonalize(
+    matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any = None
+) -> list[jax.Array]:
+    """Orthogonalizes stacks (..., m, n) of one shape, or its transpose, as one batch."""
+    dtype = dtypes.canonical("ns_dtype", ns_dtype)
+    source = jnp.result_type(*matrices)
+    if not jnp.issubdtype(source, jnp.inexact):
+        raise ValueError(f"Newton-Schulz needs floating point values, got {source}")
+    if jnp.issubdtype(source, jnp.complexfloating) or (
+        dtype is None and source == jnp.float64
+    ):
+        dtype = source
+    run = functools.partial(_run_batch, plan=plan)
+    if dtype is not None:
+        return list(run(*matrices, dtype=dtype))
+    return list(
+        jax.lax.platform_dependent(
+            *matrices,
+            cpu=functools.partial(run, dtype=jnp.dtype(jnp.float32)),
+            cuda=functools.partial(run, dtype=jnp.dtype(jnp.float16)),
+            rocm=functools.partial(run, dtype=jnp.dtype(jnp.float16)),
+            default=functools.partial(run, dtype=jnp.dtype(jnp.bfloat16)),
+        )
+    )
+
+
+def _run_batch(
+    *matrices: jax.Array, plan: Plan, dtype: jnp.dtype
+) -> tuple[jax.Array, ...]:
+    """One batch through one iteration: wide side last, 16-bit before stacking."""
+    ready, restore = [], []
+    for x in matrices:
+        tall = x.shape[-2] > x.shape[-1]
+        y = normalize(x, plan.normalization).astype(dtype)
+        ready.append(adjoint(y) if tall else y)
+        restore.append((x, tall))
+    if len(ready) == 1:
+        outputs = [iterate(ready[0], plan)]
+    else:
+        stack = jnp.concatenate([y.reshape(-1, *y.shape[-2:]) for y in ready])
+        ends = [sum(y.size for y in ready[: i + 1]) for i in range(len(ready) - 1)]
+        per_matrix = stack.shape[-2] * stack.shape[-1]
+        parts = jnp.split(iterate(stack, plan), [e // per_matrix for e in ends])
+        outputs = [p.reshape(y.shape) for p, y in zip(parts, ready)]
+    return tuple(
+        (adjoint(o) if tall else o).astype(x.dtype)
+        for o, (x, tall) in zip(outputs, restore)
+    )
+
+
+def normalize(x: jax.Array, how: Frobenius) -> jax.Array:
+    """Divides each matrix by its norm, for magnitudes from 1e-38 to 1e38 in float32.
+
+    The largest magnitude is divided out first: a square of the result can neither
+    overflow nor, where it matters, underflow. Returns at least float32.
+    """
+    x = x.astype(dtypes.compute_dtype(x.dtype))
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
+    largest = jnp.where(largest == 0, 1, largest)
+    x = x / largest
+    square = dtypes.squared_magnitude(x)
+    norm = jnp.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
+    scale = how.factor * norm + how.eps / largest
+    return x / jnp.where(scale == 0, 1, scale)
+
+
+def iterate(x: jax.Array, plan: Plan) -> jax.Array:
+    """The steps of ``plan`` on normalized wide matrices (..., m, n), m <= n."""
+    m, n = x.shape[-2:]
+    if not plan.static:
+        return _dynamic(x, plan)
+    if x.size == 0:
+        return x
+    # bfloat16 keeps 8 bits: accumulating the factor loses more than it saves there.
+    wide = n >= GRAM_ASPECT * m and x.dtype != jnp.bfloat16
+    for chunk in _gram_chunks(plan.rows) if wide else [[row] for row in plan.rows]:
+        x = _step(x, *chunk[0]) if len(chunk) == 1 else _gram(x, chunk)
+    return x
+
+
+def _gram_chunks(rows: Sequence[Any]) -> list[list[Any]]:
+    """Splits the steps into runs that one Gram matrix can carry."""
+    chunks: list[list[Any]] = []
+    growth = math.inf
+    for row, before in zip(rows, [None, *rows]):
+        if before is not None:
+            # Traced coefficients have no known growth: a fresh Gram matrix each step.
+            known = isinstance(before[0], float)
+            growth = growth * before[0] ** 2 if known else math.inf
+        if growth > GRAM_GROWTH:
+            chunks.append([])
+            growth = 1.0
+        chunks[-1].append(row)
+    return chunks
+
+
+def _step(x: jax.Array, a: Any, b: Any, c: Any) -> jax.Array:
+    """X <- a X + (b A + c A^2) X with A = X X^H."""
+    a, b, c = _coefficients((a, b, c), x.dtype)
+    gram = _product(x, adjoint(x))
+    return a * x + _product(b * gram + c * _product(gram, gram), x)
+
+
+def _gram(x: jax.Array, rows: Sequence[Any]) -> jax.Array:
+    """The same polynomial, evaluated on the m x m Gram matrix.
+
+    Step t multiplies X by h_t(R) = a I + Z with Z = b R + c R^2 and R = X X^H. All
+    these factors commute, so their product Q is gathered as an m x m matrix while R follows
+    R <- h R h, and X is read only at both ends (Dao-AILab, "Gram Newton-Schulz", 2026).
+    Q is kept as alpha I + P: the identity's part, which 16 bits would round to a
+    multiple of 0.03 by the third step, stays an exact scalar.
+    """
+    r = _product(x, adjoint(x))
+    a, b, c = rows[0]
+    alpha, p = a, b * r + c * _product(r, r)
+    z = p
+    for next_a, b, c in rows[1:]:
+        t = a * r + _product(r, z)
+        r = a * t + _product(z, t)
+        a = next_a
+        z = b * r + c * _product(r, r)
+        p = alpha * z + a * p + _product(p, z)
+        alpha = alpha * a
+    return alpha * x + _product(p, x)
+
+
+def _dynamic(x: jax.Array, plan: Plan) -> jax.Array:
+    """Steps whose number is traced: a loop over the rows of an array."""
+    table = plan.rows
+    last = table.shape[0] - 1
+
+    def body(i: jax.Array, x: jax.Array) -> jax.Array:
+        a, b, c = table[jnp.minimum(i, last)]
+        return _step(x, a, b, c)
+
+    return jax.lax.fori_loop(0, plan.steps, body, x)
+
+
+def _coefficients(row: Sequence[Any], dtype: jnp.dtype) -> Sequence[Any]:
+    """Traced coefficients in the dtype of the iteration; floats already follow it."""
+    if isinstance(row[0], float):
+        return row
+    return [jnp.asarray(v, dtypes.real_dtype(dtype)) for v in row]
+
+
+def adjoint(x: jax.Array) -> jax.Array:
+    """Conjugate transpose of the last two axes."""
+    x = jnp.swapaxes(x, -1, -2)
+    return x.conj() if jnp.iscomplexobj(x) else x
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    # HIGHEST keeps float32 out of TF32 and of single-pass bfloat16; products of 16-bit
+    # operands accumulate in float32 on every backend.
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,225 @@
+"""Which parameters are matrices, and along which axes.
+
+Rules are data: an ordered list of path patterns, resolved per (path, shape) while
+tracing. They hold no arrays and no tree, so the same object serves ``init`` and
+``update``, masked and abstract trees, and every wrapper of the parameters.
+"""
+
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import optax
+
+from muon2_optax import trees
+from muon2_optax.axes import MatrixAxes, ResolvedAxes, shape_factors
+
+MATRIX, ADAM = "matrix", "adam"
+
+# Rank-2 (or stacked) leaves that are tables or vectors rather than maps between
+# activations. Embeddings and heads see one-hot inputs or outputs, for which a spectral
+# step is the wrong geometry (Bernstein & Newhouse, "Modular duality", 2024).
+_NOT_MATRICES = tuple(
+    (label, re.compile(pattern, re.IGNORECASE))
+    for label, pattern in (
+        ("embedding", r"embed|(^|/)(wte|wpe|emb)(/|$)|(tok(en)?|pos(ition)?)_?emb"),
+        ("position table", r"pos(ition(al)?)?_(table|enc|bias)|rel(ative)?_pos"),
+        ("head", r"lm_?head|(^|/)(head|classifier|output)(/|$)|logits|unembed"),
+        ("norm", r"norm(?!al)|(^|/)ln(_?\w*)?(/|$)|(^|/)(scale|gain|gamma|beta)$"),
+        ("bias", r"bias$"),
+        ("router", r"router|moe[^/]*/gate(/|$)"),
+        ("state space", r"(^|/)(a_log|dt_proj|conv1d)(/|$)"),
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixRules:
+    """An ordered list of path patterns, first match wins.
+
+    A pattern is a regular expression searched in the leaf's path, written
+    ``"layers/0/attn/q_proj/kernel"``. Its value says which axes form the matrix, or is
+    None for "not a matrix" (AdamW). Leaves that no pattern matches follow the defaults:
+    embeddings, position tables, heads, norms, biases and routers (by name), and every
+    leaf of rank 0 or 1, go to AdamW; other rank-2 leaves are matrices of shape
+    (fan_in, fan_out); leaves of higher rank go to AdamW with a warning, or raise with
+    ``strict=True``. Leaves without elements always go to AdamW.
+
+    Attributes:
+      patterns: ``((regex, MatrixAxes | None), ...)``.
+      strict: raise where a leaf of rank 3 or more has no rule.
+      by_name: apply the defaults that go by name; if False, every rank-2 leaf without
+        a rule is a matrix, embeddings and heads included.
+
+    >>> rules = MatrixRules(((r"attn/(q|k|v)/kernel", MatrixAxes(0, (1, 2))),
+    ...                      (r"experts/", MatrixAxes(-2, -1))))
+    """
+
+    patterns: tuple[tuple[str, MatrixAxes | None], ...] = ()
+    strict: bool = False
+    by_name: bool = True
+
+    def __post_init__(self) -> None:
+        pairs: list[tuple[str, MatrixAxes | None]] = []
+        for pair in self.patterns:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(f"a rule is a (pattern, MatrixAxes) pair, got {pair!r}")
+            pattern, axes = pair
+            if axes is not None and not isinstance(axes, MatrixAxes):
+                raise TypeError(
+                    f"rule {pattern!r}: want MatrixAxes or None, got {axes!r}"
+                )
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as err:
+                raise ValueError(
+                    f"rule {pattern!r} is no regular expression: {err}"
+                ) from err
+            pairs.append((pattern, axes))
+        object.__setattr__(self, "patterns", tuple(pairs))
+
+    @classmethod
+    def from_dimension_numbers(
+        cls, dimension_numbers: Any, params: optax.Params | None = None
+    ) -> "MatrixRules":
+        """Rules from what ``optax.contrib.muon`` takes.
+
+        Args:
+          dimension_numbers: None (every rank-2 leaf is a matrix), one
+            ``optax.contrib.MuonDimensionNumbers`` for all leaves, a tree or tree prefix
+            of them with None for "not a matrix", or a function from ``params`` to
+            such a tree.
+          params: parameters (or their shapes); needed for a function only.
+        """
+        if _is_spec(dimension_numbers) or dimension_numbers is None:
+            if dimension_numbers is None:
+                return cls(by_name=False)
+            return cls(((r"", _from_spec(dimension_numbers)),), by_name=False)
+        if callable(dimension_numbers):
+            if params is None:
+                raise ValueError("a function of the parameters needs params=...")
+            dimension_numbers = dimension_numbers(params)
+        named = trees.named_leaves(
+            dimension_numbers, is_leaf=lambda x: x is None or _is_spec(x)
+        )
+        patterns = []
+        for name, spec in named:
+            if isinstance(spec, optax.MaskedNode):
+                continue
+            if spec is not None and not _is_spec(spec):
+                raise TypeError(
+                    f"{name!r}: want MuonDimensionNumbers or None, got {spec!r}"
+                )
+            axes = None if spec is None else _from_spec(spec)
+            patterns.append((f"^{re.escape(name)}(/|$)" if name else r"", axes))
+        return cls(tuple(patterns), by_name=False)
+
+    def resolve(self, path: str, shape: tuple[int, ...]) -> ResolvedAxes | None:
+        """The matrix axes of one leaf, or None where it is not a matrix.
+
+        Raises:
+          ValueError: the axes of the matching pattern do not fit the shape, or no
+            pattern covers a leaf of rank 3 or more and ``strict`` is set.
+        """
+        return self._decide(path, shape)[0]
+
+    def labels(self, params: optax.Params) -> Any:
+        """Labels ``"matrix"`` or ``"adam"`` for ``optax.partition``.
+
+        Raises:
+          ValueError: as ``resolve``, or a pattern that matches no leaf at all.
+        """
+        named = trees.named_leaves(params)
+        self._check_patterns([name for name, _ in named])
+        labels, uncovered = {}, []
+        for name, leaf in named:
+            if trees.is_empty(leaf):
+                continue
+            axes, reason = self._decide(name, leaf.shape)
+            labels[name] = ADAM if axes is None else MATRIX
+            if reason == _UNCOVERED:
+                uncovered.append(f"{name} {tuple(leaf.shape)}")
+        if uncovered:
+            warnings.warn(
+                "no matrix rule for these leaves of rank 3 or more, so AdamW trains"
+                f" them: {', '.join(uncovered)}. Add rules to MatrixRules (None keeps"
+                " AdamW and silences this), or set strict=True to raise instead.",
+                stacklevel=1,  # one place, so that Python shows it once, not per step
+            )
+        return trees.map_named(lambda name, _: labels[name], params)
+
+    def describe(self, params: optax.Params, shape_scale: str = "spectral") -> str:
+        """A table of what happens to each leaf: group, axes, shape factor, reason."""
+        rows = [("path", "shape", "group", "matrices", "factor", "because of")]
+        for name, leaf in trees.named_leaves(params):
+            if trees.is_empty(leaf):
+                continue
+            axes, reason = self._decide(name, leaf.shape)
+            if axes is None:
+                matrices = factor = "-"
+            else:
+                count = math.prod(axes.shape[a] for a in axes.batch)
+                matrices = " + ".join(
+                    f"{count} x {axes.fan_in}x{n}" for n in axes.splits
+                )
+                factor = ", ".join(f"{f:.4g}" for f in shape_factors(axes, shape_scale))
+            group = ADAM if axes is None else MATRIX
+            rows.append((name, str(tuple(leaf.shape)), group, matrices, factor, reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in rows
+        ]
+        return "\n".join(lines)
+
+    def _decide(
+        self, path: str, shape: tuple[int, ...]
+    ) -> tuple[ResolvedAxes | None, str]:
+        if math.prod(shape) == 0:
+            return None, "no elements"
+        for pattern, axes in self.patterns:
+            if re.search(pattern, path):
+                if axes is None:
+                    return None, f"rule {pattern!r}"
+                try:
+                    return axes.resolve(tuple(shape)), f"rule {pattern!r}"
+                except ValueError as err:
+                    raise ValueError(
+                        f"{path!r} of shape {tuple(shape)}, rule {pattern!r}: {err}"
+                    ) from err
+        if len(shape) < 2:
+            return None, f"rank {len(shape)}"
+        if self.by_name:
+            for label, regex in _NOT_MATRICES:
+                if regex.search(path):
+                    return None, f"default: {label}"
+        if len(shape) == 2:
+            return MatrixAxes(0, 1).resolve(tuple(shape)), "default: rank 2"
+        if self.strict:
+            raise ValueError(
+                f"{path!r} of shape {tuple(shape)} has no matrix rule; add one to"
+                " MatrixRules, for example (pattern, MatrixAxes(-2, -1)) for a stack of"
+                " matrices, or (pattern, None) for AdamW"
+            )
+        return None, _UNCOVERED
+
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        for pattern, _ in self.patterns if names else ():
+            if not any(re.search(pattern, name) for name in names):
+                shown = ", ".join(map(repr, names[:8])) + (", ..." if names[8:] else "")
+                raise ValueError(
+                    f"rule {pattern!r} matches no parameter; the paths are {shown}"
+                )
+
+
+_UNCOVERED = "NO RULE (rank 3 or more)"
+
+
+def _is_spec(x: Any) -> bool:
+    return hasattr(x, "reduction_axis") and hasattr(x, "output_axis")
+
+
+def _from_spec(spec: Any) -> MatrixAxes:
+    return MatrixAxes(spec.reduction_axis, spec.output_axis)
