@@ -11,12 +11,20 @@ from jax.typing import DTypeLike
 
 from examples.config import ModelConfig
 
-INIT_STD = 0.02
+# The usual deviation for embedding and head. Matrices inside the blocks go by their
+# width, 1 / sqrt(fan_in), which is near 0.02 at 2,500 but far above it in small models.
+OUTER_STD = 0.02
 
 
 def _linear(
-    fan_in: int, fan_out: int, std: float, dtype: DTypeLike, rngs: nnx.Rngs
+    fan_in: int,
+    fan_out: int,
+    dtype: DTypeLike,
+    rngs: nnx.Rngs,
+    *,
+    gain: float = 1.0,
 ) -> nnx.Linear:
+    std = gain / fan_in**0.5
     return nnx.Linear(
         fan_in,
         fan_out,
@@ -32,6 +40,11 @@ def _norm(width: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(
         width, epsilon=1e-5, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
     )
+
+
+def _out_gain(config: ModelConfig) -> float:
+    """Keeps the residual stream's size at the start the same at any depth."""
+    return (2 * config.layers) ** -0.5
 
 
 def rotary(x_BxLxHxK: jax.Array, theta: float) -> jax.Array:
@@ -54,13 +67,12 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         dim, dtype = config.dim, jnp.dtype(config.dtype)
-        out_std = INIT_STD / (2 * config.layers) ** 0.5
         self.heads = config.heads
         self.theta = config.rope_theta
-        self.query = _linear(dim, dim, INIT_STD, dtype, rngs)
-        self.key = _linear(dim, dim, INIT_STD, dtype, rngs)
-        self.value = _linear(dim, dim, INIT_STD, dtype, rngs)
-        self.out = _linear(dim, dim, out_std, dtype, rngs)
+        self.query = _linear(dim, dim, dtype, rngs)
+        self.key = _linear(dim, dim, dtype, rngs)
+        self.value = _linear(dim, dim, dtype, rngs)
+        self.out = _linear(dim, dim, dtype, rngs, gain=_out_gain(config))
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         batch, length, dim = x_BxLxD.shape
@@ -79,10 +91,11 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
-        out_std = INIT_STD / (2 * config.layers) ** 0.5
-        self.gate = _linear(config.dim, config.hidden, INIT_STD, dtype, rngs)
-        self.up = _linear(config.dim, config.hidden, INIT_STD, dtype, rngs)
-        self.down = _linear(config.hidden, config.dim, out_std, dtype, rngs)
+        self.gate = _linear(config.dim, config.hidden, dtype, rngs)
+        self.up = _linear(config.dim, config.hidden, dtype, rngs)
+        self.down = _linear(
+            config.hidden, config.dim, dtype, rngs, gain=_out_gain(config)
+        )
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         h_BxLxF = nnx.silu(self.gate(x_BxLxD)) * self.up(x_BxLxD)
@@ -114,12 +127,13 @@ class Llama(nnx.Module):
             config.dim,
             dtype=dtype,
             param_dtype=jnp.float32,
-            embedding_init=nnx.initializers.normal(INIT_STD),
+            embedding_init=nnx.initializers.normal(OUTER_STD),
             rngs=rngs,
         )
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.final_norm = _norm(config.dim, dtype, rngs)
-        self.lm_head = _linear(config.dim, vocab_size, INIT_STD, dtype, rngs)
+        head_gain = OUTER_STD * config.dim**0.5
+        self.lm_head = _linear(config.dim, vocab_size, dtype, rngs, gain=head_gain)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         x_BxLxD = self.embed(tokens_BxL)
