@@ -4,7 +4,7 @@ from muon2_optax.axes import MatrixAxes as MatrixAxes
 from muon2_optax.coefficients import SCHEDULES as SCHEDULES
 from muon2_optax.coefficients import Frobenius as Frobenius
 from muon2_optax.coefficients import Schedule as Schedule
-from muon2_optax.moments import factorized_second_moment as factorized_second_moment
+from muon2_optax.factored import factorized_second_moment as factorized_second_moment
 from muon2_optax.moments import scale_by_momentum as scale_by_momentum
 from muon2_optax.moments import scale_by_second_moment as scale_by_second_moment
 from muon2_optax.optimizers import REGISTRY as REGISTRY

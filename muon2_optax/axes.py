@@ -116,7 +116,7 @@ class ResolvedAxes:
         order = self.batch + self.ins + self.outs
         x = matrix.reshape(tuple(self.shape[a] for a in order))
         if order != tuple(range(x.ndim)):
-            x = jnp.transpose(x, np.argsort(order))
+            x = jnp.transpose(x, tuple(np.argsort(order).tolist()))
         return x
 
     def per_output(self, values: list[float]) -> float | np.ndarray:

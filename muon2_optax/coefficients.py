@@ -128,7 +128,7 @@ def resolve(
     if isinstance(ns_coeffs, Schedule):
         if steps is not None:
             return Plan(ns_coeffs.normalization, ns_coeffs.rows(steps))
-        return _traced_plan(ns_coeffs, ns_steps)
+        return _traced_plan(ns_coeffs, jnp.asarray(ns_steps))
     return _table_plan(ns_coeffs, ns_steps, steps)
 
 

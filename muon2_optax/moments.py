@@ -8,13 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from muon2_optax import dtypes, trees
-from muon2_optax.axes import ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix
-from muon2_optax.rules import MatrixRules
 
 
 class MomentumState(NamedTuple):
@@ -24,24 +20,11 @@ class MomentumState(NamedTuple):
 
 
 class SecondMomentState(NamedTuple):
-    """count: int32 scalar; mu, nu: averages of g and |g|^2, in the parameters' shapes."""
+    """count: int32 scalar; mu, nu: averages of g and |g|^2."""
 
     count: jax.Array
     mu: optax.Updates
     nu: optax.Updates
-
-
-class FactorizedSecondMomentState(NamedTuple):
-    """As ``SecondMomentState``, with |g|^2 averaged over outputs and over inputs.
-
-    nu_row has the parameter's shape without the output axes (and one more, last, axis
-    of blocks where the rule splits the outputs); nu_col has it without the input axes.
-    """
-
-    count: jax.Array
-    mu: optax.Updates
-    nu_row: optax.Updates
-    nu_col: optax.Updates
 
 
 def scale_by_momentum(
@@ -60,15 +43,13 @@ def scale_by_momentum(
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
 
     def init_fn(params: optax.Params) -> MomentumState:
-        return MomentumState(_zeros(params, mu_dtype))
+        return MomentumState(zeros_like(params, mu_dtype))
 
-    def update_fn(
-        updates: optax.Updates, state: MomentumState, params: Any = None
-    ) -> Any:
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            m, numerator = _momentum(g, mu, b1, nesterov)
+            m, numerator = momentum_step(g, mu, b1, nesterov)
             return numerator.astype(g.dtype), m.astype(mu.dtype)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
@@ -129,25 +110,23 @@ def scale_by_second_moment(
     def init_fn(params: optax.Params) -> SecondMomentState:
         return SecondMomentState(
             count=jnp.zeros([], jnp.int32),
-            mu=_zeros(params, mu_dtype),
+            mu=zeros_like(params, mu_dtype),
             nu=jax.tree.map(
-                lambda p: jnp.zeros_like(p, _nu_dtype(p, nu_dtype)), params
+                lambda p: jnp.zeros_like(p, second_dtype(p, nu_dtype)), params
             ),
         )
 
-    def update_fn(
-        updates: optax.Updates, state: SecondMomentState, params: Any = None
-    ) -> Any:
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
-        count = optax.safe_increment(state.count)
-        mu_scale, nu_scale = _corrections(b1, b2, count, nesterov, bias_correction)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        mu_scale, nu_scale = corrections(b1, b2, count, nesterov, bias_correction)
 
         def leaf(
             name: str, g: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
-            m, numerator = _momentum(g, mu, b1, nesterov)
-            v = _average(nu, _square(g), b2)
-            update = mu_scale * numerator / _divisor(jnp.sqrt(nu_scale * v), eps)
+            m, numerator = momentum_step(g, mu, b1, nesterov)
+            v = average(nu, square(g), b2)
+            update = mu_scale * numerator / divisor(jnp.sqrt(nu_scale * v), eps)
             return update.astype(g.dtype), m.astype(mu.dtype), v.astype(nu.dtype)
 
         updates, mu, nu = trees.map_leaves(leaf, updates, state.mu, state.nu)
@@ -156,153 +135,44 @@ def scale_by_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def factorized_second_moment(
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
-    *,
-    nesterov: bool = False,
-    bias_correction: bool = False,
-    mu_dtype: Any = None,
-    rules: MatrixRules | None = None,
-) -> optax.GradientTransformation:
-    """As ``scale_by_second_moment``, with V factored into rows and columns.
-
-    Lines 4 to 9 of the paper's Algorithm 2 (line 9 prints V where V-hat is meant)::
-
-        r = b2 r + (1 - b2) mean over outputs of G * G        c: mean over inputs
-        V-hat = r c^T / mean(r)
-        update = M / (sqrt(V-hat) + eps)
-
-    Means stand for the paper's sums; V-hat is the same and the range is larger. It
-    stores fan_in + fan_out numbers per matrix (in float32, or float64 for float64) in
-    place of their product, each matrix of a stack and each block of a fused projection
-    for itself. V-hat is 0 while no gradient has been seen.
-
-    Args:
-      b1, b2, eps, nesterov, bias_correction, mu_dtype: as in
-        ``scale_by_second_moment``.
-      rules: which axes form the matrices; None: ``MatrixRules()``.
-
-    Returns:
-      The transform, with state ``FactorizedSecondMomentState``.
-
-    Raises:
-      ValueError: a leaf that is not a matrix under ``rules``.
-
-    References:
-      Shazeer and Stern 2018, "Adafactor", for the factored form.
-    """
-    mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    rules = MatrixRules() if rules is None else rules
-
-    def init_fn(params: optax.Params) -> FactorizedSecondMomentState:
-        def zeros(which: int) -> Any:
-            def leaf(name: str, p: Any) -> jax.Array:
-                # Statistics of zeros rather than zeros: on a mesh they come out with
-                # the reduced sharding that every later update gives them.
-                square = jnp.zeros_like(p, _nu_dtype(p, None))
-                return _statistics(square, require_matrix(rules, name, p))[which]
-
-            return trees.map_named(leaf, params)
-
-        return FactorizedSecondMomentState(
-            count=jnp.zeros([], jnp.int32),
-            mu=_zeros(params, mu_dtype),
-            nu_row=zeros(0),
-            nu_col=zeros(1),
-        )
-
-    def update_fn(
-        updates: optax.Updates, state: FactorizedSecondMomentState, params: Any = None
-    ) -> Any:
-        del params
-        count = optax.safe_increment(state.count)
-        mu_scale, nu_scale = _corrections(b1, b2, count, nesterov, bias_correction)
-
-        def leaf(
-            name: str, g: jax.Array, mu: jax.Array, row: jax.Array, col: jax.Array
-        ) -> tuple[jax.Array, ...]:
-            axes = require_matrix(rules, name, g)
-            m, numerator = _momentum(g, mu, b1, nesterov)
-            new_row, new_col = _statistics(_square(g), axes)
-            r, c = _average(row, new_row, b2), _average(col, new_col, b2)
-            root = jnp.sqrt(nu_scale) * _root_of_outer(r, c, axes)
-            update = mu_scale * numerator / _divisor(root, eps)
-            states = (m.astype(mu.dtype), r.astype(row.dtype), c.astype(col.dtype))
-            return update.astype(g.dtype), *states
-
-        updates, mu, row, col = trees.map_leaves(
-            leaf, updates, state.mu, state.nu_row, state.nu_col
-        )
-        return updates, FactorizedSecondMomentState(count, mu, row, col)
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _zeros(params: optax.Params, dtype: Any) -> optax.Updates:
+def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
+    """Zeros in the shapes of the parameters; dtype None: in their dtypes too."""
     return jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
 
 
-def _nu_dtype(p: Any, dtype: Any) -> jnp.dtype:
+def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:
+    """What V is stored in: real, and float32 or better unless asked otherwise."""
     return dtype or dtypes.real_dtype(dtypes.compute_dtype(p.dtype))
 
 
-def _momentum(
+def momentum_step(
     g: jax.Array, mu: jax.Array, b1: Any, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The new average, and what stands in the numerator of the update."""
     g = g.astype(dtypes.compute_dtype(g.dtype))
-    m = _average(mu, g, b1)
-    return m, _average(m, g, b1) if nesterov else m
+    m = average(mu, g, b1)
+    return m, average(m, g, b1) if nesterov else m
 
 
-def _average(old: jax.Array, new: jax.Array, decay: Any) -> jax.Array:
+def average(old: jax.Array, new: jax.Array, decay: Any) -> jax.Array:
+    """decay * old + (1 - decay) * new, in the dtype of new."""
     return decay * old.astype(new.dtype) + (1 - decay) * new
 
 
-def _square(g: jax.Array) -> jax.Array:
+def square(g: jax.Array) -> jax.Array:
+    """|g|^2 in float32 or better."""
     return dtypes.squared_magnitude(g.astype(dtypes.compute_dtype(g.dtype)))
 
 
-def _divisor(root: jax.Array, eps: Any) -> jax.Array:
+def divisor(root: jax.Array, eps: Any) -> jax.Array:
+    """sqrt(V) + eps, positive also where the squares have underflowed to V = 0."""
     return jnp.maximum(root, jnp.finfo(root.dtype).tiny ** 0.5) + eps
 
 
-def _corrections(
+def corrections(
     b1: Any, b2: Any, count: jax.Array, nesterov: bool, bias_correction: bool
 ) -> tuple[Any, Any]:
     """Factors of the numerator and of V; both 1 without bias correction."""
     if not bias_correction:
         return 1.0, 1.0
     return 1 / (1 - b1 ** (count + nesterov)), 1 / (1 - b2**count)
-
-
-def _statistics(square: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
-    """Means over the output axes (per block) and over the input axes."""
-    # Divided before it is summed: a sum of large squares would overflow.
-    col = jnp.sum(square / axes.fan_in, axis=axes.ins)
-    if len(axes.splits) == 1:
-        return jnp.sum(square / axes.splits[0], axis=axes.outs), col
-    parts = jnp.split(square, np.cumsum(axes.splits)[:-1], axis=axes.outs[0])
-    rows = [jnp.sum(p / n, axis=axes.outs) for p, n in zip(parts, axes.splits)]
-    return jnp.stack(rows, axis=-1), col
-
-
-def _root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """sqrt(r c^T / mean(r)), broadcastable to the parameter, without 0/0 or r c^T.
-
-    The product of r and c would leave the range long before its root does.
-    """
-    if len(axes.splits) == 1:
-        r = jnp.expand_dims(row, axes.outs)
-    else:
-        r = jnp.repeat(
-            jnp.moveaxis(row, -1, axes.outs[0]),
-            np.asarray(axes.splits),
-            axis=axes.outs[0],
-            total_repeat_length=sum(axes.splits),
-        )
-    mean = jnp.mean(r, axis=axes.ins, keepdims=True)
-    share = r / jnp.maximum(mean, jnp.finfo(row.dtype).tiny)
-    return jnp.sqrt(share) * jnp.sqrt(jnp.expand_dims(col, axes.ins))

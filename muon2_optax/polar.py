@@ -65,7 +65,7 @@ def newton_schulz(
 def orthogonalize(
     matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any = None
 ) -> list[jax.Array]:
-    """Orthogonalizes stacks (..., m, n) of one shape, or its transpose, as one batch."""
+    """Orthogonalizes stacks (..., m, n) of one shape, or of its transpose."""
     dtype = dtypes.canonical("ns_dtype", ns_dtype)
     source = jnp.result_type(*matrices)
     if not jnp.issubdtype(source, jnp.inexact):
@@ -169,10 +169,10 @@ def _gram(x: jax.Array, rows: Sequence[Any]) -> jax.Array:
     """The same polynomial, evaluated on the m x m Gram matrix.
 
     Step t multiplies X by h_t(R) = a I + Z with Z = b R + c R^2 and R = X X^H. All
-    these factors commute, so their product Q is gathered as an m x m matrix while R follows
-    R <- h R h, and X is read only at both ends (Dao-AILab, "Gram Newton-Schulz", 2026).
-    Q is kept as alpha I + P: the identity's part, which 16 bits would round to a
-    multiple of 0.03 by the third step, stays an exact scalar.
+    these factors commute, so their product Q is gathered as an m x m matrix while R
+    follows R <- h R h, and X is read only at both ends (Dao-AILab, "Gram
+    Newton-Schulz", 2026). Q is kept as alpha I + P: the identity's part, which 16
+    bits would round to a multiple of 0.03 by the third step, stays an exact scalar.
     """
     r = _product(x, adjoint(x))
     a, b, c = rows[0]

@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from muon2_optax.moments import factorized_second_moment
+from muon2_optax.factored import factorized_second_moment
 from muon2_optax.optimizers._routed import adamw, routed
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
