@@ -32,6 +32,24 @@ class Frobenius:
 
 
 @dataclasses.dataclass(frozen=True)
+class AOL:
+    """Scale row i of the wide X by ``(sum_j |X X^H|_ij) ** -0.5``.
+
+    Almost-orthogonal-layer scaling (Prach and Lampert 2022), as Turbo-Muon uses it: it
+    bounds the spectral norm by 1, more tightly than the Frobenius norm, and its Gram
+    matrix serves the first step. It acts on one side only: on the shorter axis, and for
+    a square matrix on the outputs (the last axis), so the result is close to the polar
+    factor of X but biased by the row sizes. ``eps`` bounds the row sums from below, in
+    units of X squared; 0 (the default) makes the result independent of the size of X.
+    """
+
+    eps: float = 0.0
+
+
+Normalization = Frobenius | AOL
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """Newton-Schulz coefficients with the conventions they were published with.
 
@@ -46,7 +64,7 @@ class Schedule:
 
     triples: tuple[Triple, ...]
     take: Literal["first", "last"] = "first"
-    normalization: Frobenius = Frobenius()
+    normalization: Normalization = Frobenius()
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -74,12 +92,84 @@ class Schedule:
         return tuple(self.triples[min(i, have - 1)] for i in range(steps))
 
 
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+
+_YOU = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+def _safe(triples: Sequence[Triple], factor: float) -> tuple[Triple, ...]:
+    """p(x / factor): a margin for rounding above 1."""
+    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in triples)
+
+
 SCHEDULES: dict[str, Schedule] = {
     # One triple, tuned for steep ascent at 0: singular values end within about
     # [0.7, 1.2] rather than at 1.
     "keller": Schedule(
         ((3.4445, -4.7750, 2.0315),),
         source="Jordan et al. 2024, github.com/KellerJordan/Muon",
+    ),
+    # The last triple has no margin and repeats for ever.
+    "polar_express": Schedule(
+        (*_safe(_POLAR_EXPRESS, 1.01), (1.875, -1.25, 0.375)),
+        normalization=Frobenius(factor=1.01),
+        source="Amsel et al. 2025, arXiv:2505.16932, github.com/NoahAmsel/PolarExpress",
+    ),
+    "polar_express_nanogpt": Schedule(
+        (
+            (8.156554524902461, -22.48329292557795, 15.878769915207462),
+            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+        ),
+        normalization=Frobenius(factor=1.02),
+        source="github.com/KellerJordan/modded-nanogpt; also nanochat and dion",
+    ),
+    "you5": Schedule(
+        _YOU,
+        take="last",
+        source="You Jiacheng and Cesista 2025; HeavyBall's default, optax's 'dion'",
+    ),
+    "turbo": Schedule(
+        _YOU,
+        take="last",
+        normalization=AOL(),
+        source="Boissin et al. 2025, arXiv:2512.04632,"
+        " github.com/thib-s/flash-newton-schulz",
+    ),
+    "cans": Schedule(
+        (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        source="Grishina et al. 2025, arXiv:2506.10935",
+    ),
+    # Keller's eight times, then two steps that converge to 1.
+    "deepseek_v4": Schedule(
+        ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
+        source="DeepSeek-V4, as in github.com/AI-Hypercomputer/maxtext pull 4065",
+    ),
+    # Converges to the exact polar factor, slowly from small singular values.
+    "quintic": Schedule(
+        ((2.0, -1.5, 0.5),), source="modded-nanogpt pull 266 (twelve steps)"
     ),
 }
 
@@ -93,7 +183,7 @@ class Plan:
     as ``optax.inject_hyperparams`` does with every numeric argument).
     """
 
-    normalization: Frobenius
+    normalization: Normalization
     rows: Any
     steps: Any = None
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from muon2_optax import coefficients, dtypes
-from muon2_optax.coefficients import Frobenius, Plan
+from muon2_optax.coefficients import AOL, Normalization, Plan
 
 # From this ratio of the sides on, iterating on the small Gram matrix takes fewer
 # operations than iterating on X: (10 K - 10 + 4 r) m^3 against K (4 r + 2) m^3.
@@ -92,19 +93,24 @@ def _run_batch(
     *matrices: jax.Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
     """One batch through one iteration: wide side last, 16-bit before stacking."""
-    ready, restore = [], []
+    ready, floors, restore = [], [], []
     for x in matrices:
-        tall = x.shape[-2] > x.shape[-1]
-        y = normalize(x, plan.normalization).astype(dtype)
+        # One-sided scaling of a square matrix acts on its outputs.
+        square = x.shape[-2] == x.shape[-1]
+        one_sided = isinstance(plan.normalization, AOL)
+        tall = x.shape[-2] > x.shape[-1] or (square and one_sided)
+        y, floor = normalize(x, plan.normalization)
+        y = y.astype(dtype)
         ready.append(adjoint(y) if tall else y)
+        floors.append(floor)
         restore.append((x, tall))
     if len(ready) == 1:
-        outputs = [iterate(ready[0], plan)]
+        outputs = [iterate(ready[0], floors[0], plan)]
     else:
         stack = jnp.concatenate([y.reshape(-1, *y.shape[-2:]) for y in ready])
-        ends = [sum(y.size for y in ready[: i + 1]) for i in range(len(ready) - 1)]
-        per_matrix = stack.shape[-2] * stack.shape[-1]
-        parts = jnp.split(iterate(stack, plan), [e // per_matrix for e in ends])
+        floor = jnp.concatenate([f.reshape(-1, 1, 1) for f in floors])
+        counts = np.cumsum([math.prod(y.shape[:-2]) for y in ready])
+        parts = jnp.split(iterate(stack, floor, plan), counts[:-1])
         outputs = [p.reshape(y.shape) for p, y in zip(parts, ready)]
     return tuple(
         (adjoint(o) if tall else o).astype(x.dtype)
@@ -112,11 +118,14 @@ def _run_batch(
     )
 
 
-def normalize(x: jax.Array, how: Frobenius) -> jax.Array:
+def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     """Divides each matrix by its norm, for magnitudes from 1e-38 to 1e38 in float32.
 
     The largest magnitude is divided out first: a square of the result can neither
-    overflow nor, where it matters, underflow. Returns at least float32.
+    overflow nor, where it matters, underflow.
+
+    Returns:
+      The result, at least float32, and AOL's eps in its units, (..., 1, 1).
     """
     x = x.astype(dtypes.compute_dtype(x.dtype))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
@@ -124,22 +133,41 @@ def normalize(x: jax.Array, how: Frobenius) -> jax.Array:
     x = x / largest
     square = dtypes.squared_magnitude(x)
     norm = jnp.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
-    scale = how.factor * norm + how.eps / largest
-    return x / jnp.where(scale == 0, 1, scale)
+    if isinstance(how, AOL):
+        norm = jnp.where(norm == 0, 1, norm)
+        root = how.eps**0.5 / largest / norm
+        return x / norm, root * root
+    norm = how.factor * norm + how.eps / largest
+    return x / jnp.where(norm == 0, 1, norm), jnp.zeros_like(norm)
 
 
-def iterate(x: jax.Array, plan: Plan) -> jax.Array:
+def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
     """The steps of ``plan`` on normalized wide matrices (..., m, n), m <= n."""
     m, n = x.shape[-2:]
-    if not plan.static:
-        return _dynamic(x, plan)
     if x.size == 0:
         return x
+    gram = None
+    if isinstance(plan.normalization, AOL):
+        x, gram = _almost_orthogonal(x, floor)
+    if not plan.static:
+        return _dynamic(x, plan)
     # bfloat16 keeps 8 bits: accumulating the factor loses more than it saves there.
     wide = n >= GRAM_ASPECT * m and x.dtype != jnp.bfloat16
     for chunk in _gram_chunks(plan.rows) if wide else [[row] for row in plan.rows]:
-        x = _step(x, *chunk[0]) if len(chunk) == 1 else _gram(x, chunk)
+        gram = _product(x, adjoint(x)) if gram is None else gram
+        x = _step(x, gram, *chunk[0]) if len(chunk) == 1 else _gram(x, gram, chunk)
+        gram = None
     return x
+
+
+def _almost_orthogonal(x: jax.Array, floor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """AOL scaling of wide matrices, and the Gram matrix of the result."""
+    wide = dtypes.compute_dtype(x.dtype)
+    gram = _product(x, adjoint(x)).astype(wide)
+    total = jnp.maximum(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True), floor)
+    scale = 1 / jnp.sqrt(jnp.where(total == 0, 1, total))
+    gram = scale * gram * jnp.swapaxes(scale, -1, -2)
+    return (scale * x.astype(wide)).astype(x.dtype), gram.astype(x.dtype)
 
 
 def _gram_chunks(rows: Sequence[Any]) -> list[list[Any]]:
@@ -158,14 +186,13 @@ def _gram_chunks(rows: Sequence[Any]) -> list[list[Any]]:
     return chunks
 
 
-def _step(x: jax.Array, a: Any, b: Any, c: Any) -> jax.Array:
+def _step(x: jax.Array, gram: jax.Array, a: Any, b: Any, c: Any) -> jax.Array:
     """X <- a X + (b A + c A^2) X with A = X X^H."""
     a, b, c = _coefficients((a, b, c), x.dtype)
-    gram = _product(x, adjoint(x))
     return a * x + _product(b * gram + c * _product(gram, gram), x)
 
 
-def _gram(x: jax.Array, rows: Sequence[Any]) -> jax.Array:
+def _gram(x: jax.Array, r: jax.Array, rows: Sequence[Any]) -> jax.Array:
     """The same polynomial, evaluated on the m x m Gram matrix.
 
     Step t multiplies X by h_t(R) = a I + Z with Z = b R + c R^2 and R = X X^H. All
@@ -174,7 +201,6 @@ def _gram(x: jax.Array, rows: Sequence[Any]) -> jax.Array:
     Newton-Schulz", 2026). Q is kept as alpha I + P: the identity's part, which 16
     bits would round to a multiple of 0.03 by the third step, stays an exact scalar.
     """
-    r = _product(x, adjoint(x))
     a, b, c = rows[0]
     alpha, p = a, b * r + c * _product(r, r)
     z = p
@@ -195,7 +221,7 @@ def _dynamic(x: jax.Array, plan: Plan) -> jax.Array:
 
     def body(i: jax.Array, x: jax.Array) -> jax.Array:
         a, b, c = table[jnp.minimum(i, last)]
-        return _step(x, a, b, c)
+        return _step(x, _product(x, adjoint(x)), a, b, c)
 
     return jax.lax.fori_loop(0, plan.steps, body, x)
 
