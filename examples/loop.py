@@ -10,6 +10,7 @@ from typing import Any
 
 import flax
 import jax
+import numpy as np
 import optax
 
 import muon2_optax as m2
@@ -98,7 +99,7 @@ def train(setup: Setup, plan: optim.Plan, report: Report) -> Result:
                 number,
                 loss=loss,
                 grad_norm=float(metrics.grad_norm),
-                learning_rate=float(plan.schedule(number - 1)),
+                learning_rate=float(np.asarray(plan.schedule(number - 1))),
                 tokens=tokens,
                 tokens_per_second=tokens / clock.seconds(),
             )

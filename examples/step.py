@@ -30,7 +30,11 @@ Initializer = Callable[[jax.Array], Any]
 
 
 def make_model(config: ModelConfig, vocab_size: int) -> tuple[Any, Initializer]:
-    """The model's structure, and a compiled function from a key to its parameters."""
+    """The model's structure, and a compiled function from a key to its parameters.
+
+    The parameters are plain nested dictionaries: what Optax, jit and checkpoints take
+    without further ado.
+    """
 
     def build(key: jax.Array) -> Llama:
         return Llama(config, vocab_size, rngs=nnx.Rngs(key))
@@ -40,7 +44,7 @@ def make_model(config: ModelConfig, vocab_size: int) -> tuple[Any, Initializer]:
 
     @jax.jit
     def init(key: jax.Array) -> Any:
-        return nnx.pure(nnx.state(build(key), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
 
     return graphdef, init
 
@@ -56,8 +60,8 @@ def token_losses(graphdef: Any, params: Any, tokens_BxM: jax.Array) -> jax.Array
 
 def make_train_step(
     graphdef: Any, transform: optax.GradientTransformation
-) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """One optimizer step; the old state's memory is reused for the new one."""
+) -> jax.stages.Wrapped:
+    """(state, tokens) to (state, metrics); the old state's memory is reused."""
 
     def loss_fn(params: Any, tokens_BxM: jax.Array) -> jax.Array:
         return token_losses(graphdef, params, tokens_BxM).mean()

@@ -1,0 +1,113 @@
+"""The command line: every bad option is one line and exit code 2."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import config
+from examples.pretrain import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def fails_with_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """Run the trainer, check the form of the failure, return its line."""
+    code = main(argv)
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.startswith("pretrain: error: ")
+    assert err.endswith("\n") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--no-such-option"], "--no-such-option"),
+        (["--dim"], "--dim"),
+        (["--dim", "wide"], "wide"),
+        (["--dim", "0"], "--dim must be at least 1"),
+        (["--dim", "30", "--heads", "4"], "multiple"),
+        (["--dtype", "float8"], "float8"),
+        (["--steps", "-3"], "--steps"),
+        (["--ste", "3"], "--ste"),
+        (["--learning-rate", "0"], "above 0"),
+        (["--learning-rate", "nan"], "--learning-rate"),
+        (["--adam-learning-rate", "inf"], "--adam-learning-rate"),
+        (["--b1", "1.5"], "at most 1"),
+        (["--val-fraction", "0.9"], "--val-fraction"),
+        (["--optimizer", ""], "--optimizer"),
+        (["--optimizer", "muon,sgd9"], "unknown name 'sgd9' (known: adamw, "),
+        (["--optimizer", "adamw", "--ns-steps", "3"], "--ns-steps does not apply"),
+        (["--optimizer", "muon", "--ns-coeffs", "no\nsuch"], "ns_coeffs"),
+        (["--data", "no/such/place"], "no such file"),
+        (["--data"], "--data"),
+        (["--out", ""], "--out"),
+        (["stray"], "stray"),
+    ],
+)
+def test_bad_options(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert said in fails_with_one_line(capsys, argv)
+
+
+def test_bad_option_in_a_process_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.pretrain", "--layers", "two"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "two" in done.stderr
+
+
+def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        config.parse(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for section in config.SECTIONS.values():
+        for field in dataclasses.fields(section):
+            assert "--" + field.name.replace("_", "-") in shown
+
+
+def test_values_reach_their_sections() -> None:
+    parsed = config.parse(
+        [
+            "--dim",
+            "64",
+            "--data",
+            "a",
+            "b",
+            "--no-nesterov",
+            "--optimizer",
+            "muon, muon",
+        ]
+    )
+    assert parsed.model.dim == 64
+    assert parsed.data.data == ("a", "b")
+    assert parsed.optim.nesterov is False
+    assert parsed.optim.names() == ("muon",)
+    assert parsed.optim.learning_rate is None
+
+
+def test_flags_are_unique() -> None:
+    names = [
+        field.name
+        for section in config.SECTIONS.values()
+        for field in dataclasses.fields(section)
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_fingerprint_ignores_the_folder_only() -> None:
+    base = config.parse([]).fingerprint()
+    assert config.parse(["--out", "x"]).fingerprint() == base
+    assert config.parse(["--seed", "1"]).fingerprint() != base

@@ -1,0 +1,74 @@
+"""Names to transforms, schedules, and the routing of the trainer's own model."""
+
+import jax
+import numpy as np
+import pytest
+
+import muon2_optax as m2
+from examples import optim
+from examples.config import ModelConfig, OptimConfig, UserError
+from examples.step import make_model
+
+
+def test_schedule_values() -> None:
+    rate = optim.schedule(0.1, steps=101, warmup_steps=10, final_fraction=0.2)
+    values = np.asarray([rate(step) for step in range(101)])
+    np.testing.assert_allclose(values[0], 0.1 / 11, rtol=1e-5)
+    np.testing.assert_allclose(np.diff(values[:11]), 0.1 / 11 * np.ones(10), rtol=1e-3)
+    np.testing.assert_allclose(values[10], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(values[55], 0.1 * (1 + 0.2) / 2, rtol=1e-5)
+    np.testing.assert_allclose(values[100], 0.02, rtol=1e-5)
+    assert (np.diff(values[10:]) < 0).all()
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 5), (5, 50), (2, 1)])
+def test_short_schedules_stay_in_range(steps: int, warmup: int) -> None:
+    rate = optim.schedule(0.1, steps, warmup, 0.1)
+    values = np.asarray([rate(step) for step in range(steps)])
+    assert (values > 0).all() and (values <= 0.1 + 1e-6).all()
+
+
+def test_every_registered_optimizer_has_a_plan() -> None:
+    plans = optim.plans(OptimConfig(optimizer="all"), steps=10)
+    assert [plan.name for plan in plans] == ["adamw", *m2.REGISTRY]
+    steps = {plan.name: plan.ns_steps for plan in plans}
+    assert steps["adamw"] is None
+    assert (steps["muon"], steps["muon2"], steps["muon2_f"]) == (5, 3, 3)
+
+
+def test_overrides_reach_the_optimizers_that_have_them() -> None:
+    config = OptimConfig(optimizer="adamw,muon2", ns_steps=4, learning_rate=0.5)
+    adamw, muon2 = optim.plans(config, steps=10)
+    assert (adamw.ns_steps, muon2.ns_steps) == (None, 4)
+    assert adamw.learning_rate == muon2.learning_rate == 0.5
+    assert muon2.adam_learning_rate == optim.ADAM_LEARNING_RATE
+    with pytest.raises(UserError, match="--adam-learning-rate does not apply"):
+        optim.plans(OptimConfig(optimizer="adamw", adam_learning_rate=0.1), steps=10)
+
+
+def test_the_models_matrices_go_to_muon_and_nothing_else() -> None:
+    config = ModelConfig(dim=32, layers=2, heads=2, hidden=48)
+    _, init = make_model(config, 50)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    labels = m2.MatrixRules().labels(shapes)
+    for path, label in jax.tree.leaves_with_path(labels):
+        name = jax.tree_util.keystr(path)
+        inside = "blocks" in name and "norm" not in name
+        assert label == ("matrix" if inside else "adam"), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon2"])
+def test_weight_decay_acts_on_matrices_alone(name: str) -> None:
+    params = {
+        "embed": {"embedding": np.ones((6, 4), np.float32)},
+        "mlp": {"kernel": np.ones((4, 8), np.float32)},
+        "norm": {"scale": np.ones(4, np.float32)},
+    }
+    (plan,) = optim.plans(OptimConfig(optimizer=name, weight_decay=0.1), steps=10)
+    zero = jax.tree.map(np.zeros_like, params)
+    state = plan.transform.init(params)
+    updates, _ = jax.jit(plan.transform.update)(zero, state, params)
+    decay = -0.1 * np.asarray(plan.schedule(0)) * params["mlp"]["kernel"]
+    np.testing.assert_allclose(updates["mlp"]["kernel"], decay, rtol=1e-5)
+    assert not updates["embed"]["embedding"].any()
+    assert not updates["norm"]["scale"].any()

@@ -1,0 +1,149 @@
+"""Whole runs of the trainer on real text."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import muon2_optax as m2
+from examples import plots
+from examples.config import UserError, parse
+from examples.pretrain import main
+from examples.report import claim_folder
+
+Records = list[dict]
+
+
+def of_kind(folder: Path, kind: str) -> Records:
+    records = plots.read_metrics(folder / "metrics.jsonl")
+    return [record for record in records if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def full_run(
+    tmp_path_factory: pytest.TempPathFactory, text_path: Path, tiny: list[str]
+) -> Path:
+    """Every optimizer for 30 steps on the same text."""
+    folder = tmp_path_factory.mktemp("run")
+    argv = [*tiny, "--data", str(text_path), "--out", str(folder), "--steps", "30"]
+    argv += ["--optimizer", "all", "--eval-every", "10", "--warmup-steps", "3"]
+    assert main([*argv, "--log-every", "1"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", ["adamw", *m2.REGISTRY])
+def test_loss_falls(full_run: Path, name: str) -> None:
+    losses = [r["loss"] for r in of_kind(full_run, "train") if r["optimizer"] == name]
+    assert len(losses) == 30
+    assert abs(losses[0] - math.log(257)) < 0.2
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.5
+    evals = [r["loss"] for r in of_kind(full_run, "eval") if r["optimizer"] == name]
+    assert len(evals) == 3
+    assert evals[-1] < evals[0]
+
+
+def test_all_start_from_the_same_model_and_batch(full_run: Path) -> None:
+    first = {r["loss"] for r in of_kind(full_run, "train") if r["step"] == 1}
+    assert len(first) == 1
+
+
+def test_records(full_run: Path) -> None:
+    (run,) = of_kind(full_run, "run")
+    assert run["config"]["run"]["steps"] == 30
+    assert run["text"]["train_documents"] >= 1
+    results = of_kind(full_run, "result")
+    assert [r["optimizer"] for r in results] == ["adamw", *m2.REGISTRY]
+    for result in results:
+        assert math.isclose(result["perplexity"], math.exp(result["val_loss"]))
+        # Nearly every token is one byte.
+        bits = result["val_loss"] / math.log(2)
+        assert math.isclose(result["bits_per_byte"], bits, rel_tol=0.01)
+        assert 0 < result["tokens_per_second"]
+        assert 0 < result["compile_seconds"] < result["seconds"]
+    assert "embed/embedding" in (full_run / "parameters.txt").read_text()
+
+
+def test_plot(full_run: Path, tmp_path: Path) -> None:
+    assert (full_run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    found = plots.curves(full_run)
+    assert list(found) == ["adamw", *m2.REGISTRY]
+    (tokens, losses), (eval_tokens, _) = found["muon2"]
+    assert tokens[-1] == eval_tokens[-1] == 30 * 4 * 32
+    assert len(losses) == 30
+    target = plots.plot_folder(full_run.parent, tmp_path / "all.png")
+    assert target.stat().st_size > 1000
+    with pytest.raises(UserError, match="metrics.jsonl"):
+        plots.curves(tmp_path)
+
+
+def test_an_earlier_run_is_never_overwritten(
+    full_run: Path, text_path: Path, tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (full_run / "metrics.jsonl").read_bytes()
+    argv = [*tiny, "--data", str(text_path), "--out", str(full_run), "--steps", "2"]
+    assert main(argv) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (full_run / "metrics.jsonl").read_bytes() == before
+    blocked = [*argv[:-3], str(full_run / "metrics.jsonl"), "--steps", "2"]
+    assert main(blocked) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_same_command_gives_the_same_losses(
+    full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
+    argv += ["--steps", "30", "--eval-every", "10", "--warmup-steps", "3"]
+    assert main([*argv, "--optimizer", "muon2_f", "--log-every", "1"]) == 0
+    for kind in ("train", "eval"):
+        first = [r for r in of_kind(full_run, kind) if r["optimizer"] == "muon2_f"]
+        again = of_kind(tmp_path / "run", kind)
+        assert [r["loss"] for r in first] == [r["loss"] for r in again]
+
+
+def test_bpe_and_bfloat16_and_the_default_folder(
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--steps", "10"]
+    argv += ["--tokenizer", "bpe", "--vocab-size", "300", "--dtype", "bfloat16"]
+    assert main([*argv, "--log-every", "1"]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    losses = [r["loss"] for r in of_kind(run, "train")]
+    assert losses[-1] < losses[0] - 0.3
+    out = capsys.readouterr().out
+    assert str(Path("runs", run.name, "loss.png")) in out
+    assert "\x1b" not in out  # no colours or cursor movements outside a terminal
+    # Tokens are longer than a byte, so bits per byte are fewer than bits per token.
+    (result,) = of_kind(run, "result")
+    assert result["bits_per_byte"] < 0.95 * result["val_loss"] / math.log(2)
+    stored = json.loads((run / "tokenizer.json").read_text())
+    assert stored["model"]["type"] == "BPE"
+
+
+def test_the_default_folder_is_new_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse([])
+    names = [claim_folder(config).name for _ in range(3)]
+    base = f"pretrain-{config.fingerprint()}"
+    assert names == [base, f"{base}-2", f"{base}-3"]
+
+
+def test_a_run_that_diverges_stops_and_says_so(
+    text_path: Path, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
+    argv += ["--optimizer", "adamw", "--learning-rate", "1e30", "--steps", "20"]
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "adamw" in err and "at step" in err
+    (stopped,) = of_kind(tmp_path / "run", "stopped")
+    assert stopped["reason"] in err

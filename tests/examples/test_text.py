@@ -1,0 +1,154 @@
+"""Reading text: every form, the split, and an error for all that cannot be read."""
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from examples.config import DataConfig, UserError
+from examples.data import corpus, installed, reading
+
+DOCUMENTS = [f"document {i}\nwith a second line \u00e9\n" for i in range(40)]
+JOINED = "<|endoftext|>\n".join(DOCUMENTS).encode()
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS).encode()
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(lzma.compress(content) if path.name.endswith(".xz") else content)
+    return path
+
+
+def load(*paths: Path, **options: float) -> corpus.Corpus:
+    return corpus.load(DataConfig(data=tuple(map(str, paths)), **options))
+
+
+@pytest.mark.parametrize("suffix", reading.SUFFIXES)
+def test_every_form_gives_the_same_documents(tmp_path: Path, suffix: str) -> None:
+    content = LINES if "jsonl" in suffix else JOINED
+    path = write(tmp_path / f"text{suffix}", content)
+    assert list(reading.read_documents(path)) == [text.encode() for text in DOCUMENTS]
+
+
+def test_all_streams_of_an_xz_file_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.xz"
+    path.write_bytes(lzma.compress(b"one ") + bytes(8) + lzma.compress(b"two"))
+    assert list(reading.read_documents(path)) == [b"one two"]
+
+
+GOOD_XZ = lzma.compress(b"line\n" * 10_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"),
+    [
+        ("a.txt.xz", b"this is not xz", "corrupt or truncated xz"),
+        ("a.txt.xz", b"", "corrupt or truncated xz"),
+        ("a.txt.xz", GOOD_XZ[:-20], "corrupt or truncated xz"),
+        ("a.txt.xz", GOOD_XZ[:60] + b"!" + GOOD_XZ[61:], "corrupt or truncated xz"),
+        ("a.txt.xz", GOOD_XZ + b"rest", "after line 10000: corrupt or truncated xz"),
+        (
+            "a.txt",
+            b"fine\nbroken \xff\n",
+            "line 2: invalid UTF-8 (byte 0xff at column 8",
+        ),
+        ("a.txt", b"cut off \xc3", "line 1: invalid UTF-8"),
+        ("a.txt.xz", lzma.compress(b"\n\n\xfe"), "line 3: invalid UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: invalid JSON"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"body": "b"}\n',
+            'line 2: no string field "text"',
+        ),
+        ("a.jsonl", b'{"text": 3}\n', 'line 1: no string field "text"'),
+        ("a.jsonl", b'["text"]\n', 'line 1: no string field "text"'),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: lone surrogate"),
+        ("a.jsonl.xz", lzma.compress(b"{}\n"), 'line 1: no string field "text"'),
+        ("a.jsonl", b'{"text": "\xff"}\n', "line 1: invalid UTF-8"),
+    ],
+)
+def test_errors_name_file_and_line(
+    tmp_path: Path, name: str, raw: bytes, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(raw)
+    with pytest.raises(UserError) as error:
+        load(path)
+    assert str(path) in str(error.value)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["empty", "notes.md"])
+def test_paths_without_text(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if path.suffix:
+        path.write_text("x")
+    else:
+        path.mkdir()
+    with pytest.raises(UserError, match="text file"):
+        load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"<|endoftext|>\n"])
+def test_a_file_without_text(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(UserError, match="no text in it"):
+        load(write(tmp_path / "a.txt", content))
+
+
+def test_the_last_documents_are_held_out(tmp_path: Path) -> None:
+    text = load(write(tmp_path / "a.txt", JOINED), val_fraction=0.1)
+    assert [*text.train, *text.val] == [document.encode() for document in DOCUMENTS]
+    assert 4 <= len(text.val) <= 5
+    assert not set(text.train) & set(text.val)
+
+
+def test_a_single_document_is_cut_at_a_line(tmp_path: Path) -> None:
+    content = JOINED.replace(b"<|endoftext|>", b"-")
+    text = load(write(tmp_path / "a.txt", content), val_fraction=0.1)
+    assert text.train[0] + text.val[0] == content
+    assert text.train[0].endswith(b"\n")
+    assert 0.05 < len(text.val[0]) / len(content) < 0.2
+
+
+def test_files_named_val_are_the_validation_text(tmp_path: Path) -> None:
+    write(tmp_path / "train_1.txt.xz", JOINED)
+    write(tmp_path / "train_0.jsonl", LINES[: LINES.index(b"\n") + 1])
+    write(tmp_path / "val_0.txt", DOCUMENTS[7].encode())
+    (tmp_path / "README.md").write_text("about")
+    text = load(tmp_path, val_fraction=0.5)
+    assert text.val == [DOCUMENTS[7].encode()]
+    # Document 7 is validation text, and document 0 is in two files.
+    assert text.train == [d.encode() for d in DOCUMENTS if d != DOCUMENTS[7]]
+    notes = "; ".join(text.notes)
+    assert "README.md" in notes
+    assert "2 repeated documents left out" in notes
+
+
+def test_max_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", JOINED)
+    text = load(path, max_bytes=300)
+    # The cut may fall inside a character; that character then goes.
+    assert 298 <= text.train_bytes + text.val_bytes <= 300
+    assert b"".join([*text.train, *text.val]).decode()
+    assert any("--max-bytes 300" in note for note in text.notes)
+    everything = load(path, max_bytes=0)
+    assert everything.train_bytes + everything.val_bytes == sum(
+        len(document.encode()) for document in DOCUMENTS
+    )
+
+
+def test_the_digest_names_text_and_split(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", JOINED)
+    digest = load(path).digest()
+    assert load(path).digest() == digest
+    assert load(path, val_fraction=0.3).digest() != digest
+
+
+def test_installed_sources_are_deterministic_and_split_by_file() -> None:
+    config = DataConfig(max_bytes=300_000)
+    first, second = corpus.load(config), corpus.load(config)
+    assert first.digest() == second.digest()
+    assert first.train_bytes + first.val_bytes > 290_000
+    assert not set(first.train) & set(first.val)
+    files = installed.source_files()
+    assert len(files) == len(set(files)) > 100
