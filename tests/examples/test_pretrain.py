@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 import muon2_optax as m2
@@ -20,9 +22,20 @@ def of_kind(folder: Path, kind: str) -> Records:
     return [record for record in records if record["kind"] == kind]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """These runs are so short that compiling takes nearly all of their time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def full_run(
-    tmp_path_factory: pytest.TempPathFactory, text_path: Path, tiny: list[str]
+    quick_compilation: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    text_path: Path,
+    tiny: list[str],
 ) -> Path:
     """Every optimizer for 30 steps on the same text."""
     folder = tmp_path_factory.mktemp("run")
