@@ -77,10 +77,13 @@ def train(setup: Setup, plan: optim.Plan, report: Report) -> Result:
     """Train a fresh model with one optimizer and evaluate it along the way."""
     run, batches = setup.config.run, setup.data.train
     begin = time.perf_counter()
+    report.begin(plan.name)
     params = setup.init(jax.random.key(run.seed))
     state = step.TrainState(params, jax.jit(plan.transform.init)(params))
     train_step = step.make_train_step(setup.graphdef, plan.transform)
     compiled = train_step.lower(state, batches.at(0)).compile()
+    # All at once: computing a rate between steps would wait for the steps under way.
+    rates = np.asarray(jax.vmap(plan.schedule)(np.arange(run.steps)))
     compile_seconds = time.perf_counter() - begin
 
     tokens_per_step = run.batch_size * setup.config.model.seq_len
@@ -99,7 +102,7 @@ def train(setup: Setup, plan: optim.Plan, report: Report) -> Result:
                 number,
                 loss=loss,
                 grad_norm=float(metrics.grad_norm),
-                learning_rate=float(np.asarray(plan.schedule(number - 1))),
+                learning_rate=float(rates[number - 1]),
                 tokens=tokens,
                 tokens_per_second=tokens / clock.seconds(),
             )

@@ -14,8 +14,8 @@ from examples.config import OptimConfig, UserError
 
 # Peak learning rates at the default model and length, each the best of a sweep over the
 # same grid of factors (benchmarks/results/trainer_default_sweep.jsonl).
-LEARNING_RATES = {"adamw": 4e-3, "muon": 0.02, "muon2": 0.02, "muon2_f": 0.02}
-FALLBACK_LEARNING_RATE = 0.02
+LEARNING_RATES = {"adamw": 4e-3, "muon": 0.04, "muon2": 0.04, "muon2_f": 0.04}
+FALLBACK_LEARNING_RATE = 0.04
 # Embeddings, head and norms are trained by AdamW in the Muon family as well: at the
 # rate that is best for AdamW alone.
 ADAM_LEARNING_RATE = LEARNING_RATES["adamw"]

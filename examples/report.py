@@ -131,17 +131,21 @@ class Report:
         self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
         self._file.flush()
 
+    def begin(self, name: str) -> None:
+        """Announce the next optimizer: it compiles before its first step."""
+        if self._live:
+            self._show(name, 0, "compiling")
+
     def train_step(self, name: str, step: int, **metrics: float) -> None:
         """Take the numbers of a finished step; every `log_every`-th is recorded."""
         if step == 1 or step % self._log_every == 0:
             self.record("train", optimizer=name, step=step, **metrics)
         self._latest = (metrics["loss"], metrics["tokens_per_second"])
         if self._live:
-            self._advance(name, step)
+            loss, speed = self._latest
+            self._show(name, step, f"loss {loss:.3f}  {speed:,.0f} tok/s")
 
-    def _advance(self, name: str, step: int) -> None:
-        loss, speed = self._latest
-        numbers = f"loss {loss:.3f}  {speed:,.0f} tok/s"
+    def _show(self, name: str, step: int, numbers: str) -> None:
         done = self._order[name] * self._steps + step
         if self._task is None:
             self._task = self._bar.add_task(name, total=self._total, numbers=numbers)

@@ -143,7 +143,7 @@ def _from_paths(config: DataConfig) -> Corpus:
         limit = int(config.max_bytes * config.val_fraction)
         val, val_cut = collector.take(_chain(val_files), limit)
         train, cut = collector.take(_chain(train_files), config.max_bytes)
-        how = f"{len(val_files)} files named val*"
+        how = f"files named val* ({len(val_files)})"
         if val_cut:
             notes.append(f"validation text cut at {limit:,} bytes")
     else:

@@ -1,7 +1,9 @@
 """The default text: Python sources of the standard library and installed packages.
 
-They are on every machine that can run this trainer, and they are real text. They are
-not the same on every machine, so a run prints what it read and a hash of it.
+They are on every machine that can run this trainer, and they are real text. The
+standard library comes first: a few megabytes of it are the same wherever the same
+Python is. Beyond that the text depends on what is installed, so a run prints what it
+read and a hash of it.
 """
 
 import hashlib
@@ -21,20 +23,26 @@ def _sources(root: Path) -> Iterator[tuple[str, Path]]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         for name in names:
-            if name.endswith(".py"):
+            # _sysconfigdata describes the machine that Python was built on.
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
                 path = Path(folder, name)
                 yield path.relative_to(root).as_posix(), path
 
 
 def source_files() -> list[Path]:
-    """All sources in an order that mixes packages and depends on names alone."""
-    roots = {sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")}
-    found: dict[str, Path] = {}
-    for root in sorted(roots):
-        for name, path in _sources(Path(root)):
-            found.setdefault(name, path)
-    order = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [found[name] for name in order]
+    """All sources; within each root the order mixes folders by a hash of the names."""
+    keys = ("stdlib", "platstdlib", "purelib", "platlib")
+    roots = dict.fromkeys(sysconfig.get_path(key) for key in keys)
+    files: dict[Path, None] = {}
+    for root in roots:
+        found = dict(_sources(Path(root)))
+        for name in sorted(found, key=_name_hash):
+            files.setdefault(found[name])
+    return list(files)
+
+
+def _name_hash(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
 def read_source(path: Path) -> bytes | None:
