@@ -1,20 +1,40 @@
 """Muon^2 and its relatives as composable Optax gradient transformations."""
 
 from muon2_optax.axes import MatrixAxes as MatrixAxes
+from muon2_optax.coefficients import AOL as AOL
 from muon2_optax.coefficients import SCHEDULES as SCHEDULES
 from muon2_optax.coefficients import Frobenius as Frobenius
 from muon2_optax.coefficients import Schedule as Schedule
 from muon2_optax.factored import factorized_second_moment as factorized_second_moment
+from muon2_optax.grids import in_blocks as in_blocks
+from muon2_optax.grids import periodically as periodically
+from muon2_optax.joint import orthogonalize_jointly as orthogonalize_jointly
+from muon2_optax.low_rank import (
+    scale_by_low_rank_orthonormal as scale_by_low_rank_orthonormal,
+)
 from muon2_optax.moments import scale_by_momentum as scale_by_momentum
 from muon2_optax.moments import scale_by_second_moment as scale_by_second_moment
 from muon2_optax.optimizers import REGISTRY as REGISTRY
+from muon2_optax.optimizers import adamuon as adamuon
+from muon2_optax.optimizers import dion as dion
 from muon2_optax.optimizers import muon as muon
 from muon2_optax.optimizers import muon2 as muon2
 from muon2_optax.optimizers import muon2_f as muon2_f
+from muon2_optax.optimizers import muon_bp as muon_bp
+from muon2_optax.optimizers import normuon as normuon
+from muon2_optax.optimizers import teon as teon
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize as newton_schulz_orthogonalize,
 )
 from muon2_optax.polar import newton_schulz as newton_schulz
+from muon2_optax.rescaling import keep_norm as keep_norm
+from muon2_optax.rescaling import (
+    scale_by_neuron_second_moment as scale_by_neuron_second_moment,
+)
+from muon2_optax.rescaling import (
+    scale_by_output_second_moment as scale_by_output_second_moment,
+)
+from muon2_optax.rescaling import scale_to_rms as scale_to_rms
 from muon2_optax.rules import MatrixRules as MatrixRules
 from muon2_optax.scaling import scale_by_shape as scale_by_shape
 

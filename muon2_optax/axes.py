@@ -29,13 +29,14 @@ class MatrixAxes:
     flax / Haiku kernel             (in, out)                   ``MatrixAxes(0, 1)``
     torch / Equinox weight          (out, in)                   ``MatrixAxes(1, 0)``
     stacked layers, experts         (..., in, out)              ``MatrixAxes(-2, -1)``
-    DenseGeneral q, k, v            (d, heads, head_dim)        ``MatrixAxes(0, (1, 2))``
-    DenseGeneral out                (heads, head_dim, d)        ``MatrixAxes((0, 1), 2)``
-    one matrix per head             (d, heads, head_dim)        ``MatrixAxes(0, 2)``
-    convolution HWIO                (h, w, in, out)             ``MatrixAxes((0, 1, 2), 3)``
-    convolution OIHW                (out, in, h, w)             ``MatrixAxes((1, 2, 3), 0)``
-    fused q, k, v, axis of 3        (d, 3, d)                   ``MatrixAxes(0, 2)``
-    fused q, k, v, flat             (d, dq + dk + dv)           ``MatrixAxes(0, 1, (dq, dk, dv))``
+    DenseGeneral q, k, v            (d, heads, head_dim)        ``MatrixAxes(0, (1,
+    2))`` DenseGeneral out                (heads, head_dim, d)        ``MatrixAxes((0,
+    1), 2)`` one matrix per head             (d, heads, head_dim)        ``MatrixAxes(0,
+    2)`` convolution HWIO                (h, w, in, out)             ``MatrixAxes((0, 1,
+    2), 3)`` convolution OIHW                (out, in, h, w)
+    ``MatrixAxes((1, 2, 3), 0)`` fused q, k, v, axis of 3        (d, 3, d)
+        ``MatrixAxes(0, 2)`` fused q, k, v, flat             (d, dq + dk + dv)
+        ``MatrixAxes(0, 1, (dq, dk, dv))``
     ==============================  ==========================  ====================
 
     Attributes:
@@ -118,6 +119,18 @@ class ResolvedAxes:
         if order != tuple(range(x.ndim)):
             x = jnp.transpose(x, tuple(np.argsort(order).tolist()))
         return x
+
+    def per_matrix(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        """``reduce(x, axis=..., keepdims=True)`` over each matrix, to multiply x by."""
+        over = self.ins + self.outs
+        if len(self.splits) == 1:
+            return reduce(x, axis=over, keepdims=True)
+        axis = self.outs[0]
+        parts = jnp.split(x, np.cumsum(self.splits)[:-1], axis=axis)
+        values = [reduce(p, axis=over, keepdims=True) for p in parts]
+        return jnp.concatenate(
+            [jnp.repeat(v, n, axis=axis) for v, n in zip(values, self.splits)], axis
+        )
 
     def per_output(self, values: list[float]) -> float | np.ndarray:
         """One number per block, shaped to multiply the parameter elementwise."""

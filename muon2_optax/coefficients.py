@@ -20,15 +20,17 @@ Triple = tuple[float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Frobenius:
-    """Divide each matrix by ``factor * ||X||_F + eps``.
+    """Divide each matrix by ``max(factor * ||X||_F + eps, floor)``.
 
     The Frobenius norm bounds the largest singular value, so the result lies in the
-    interval [0, 1] on which the iteration converges. ``eps=0`` (the default) makes
-    the result independent of the size of X; a zero matrix stays zero either way.
+    interval [0, 1] on which the iteration converges. With ``eps`` and ``floor`` at 0
+    (the default) the result does not depend on the size of X; published codes add 1e-7
+    or, as ``torch.optim.Muon``, clamp. A zero matrix stays zero either way.
     """
 
     factor: float = 1.0
     eps: float = 0.0
+    floor: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

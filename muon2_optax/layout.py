@@ -23,13 +23,13 @@ def orthogonalize_leaves(
     def run(*xs: jax.Array) -> list[jax.Array]:
         blocks = [a.to_blocks(x) for a, x in zip(axes, xs)]
         flat = [b for leaf in blocks for b in leaf]
-        done = iter(_by_shape(flat, plan, ns_dtype))
+        done = iter(by_shape(flat, plan, ns_dtype))
         return [a.from_blocks([next(done) for _ in bs]) for a, bs in zip(axes, blocks)]
 
-    return _automatic(run, leaves)
+    return automatic(run, leaves)
 
 
-def _by_shape(
+def by_shape(
     matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any
 ) -> list[jax.Array]:
     """One batched iteration per shape (up to transposition) and dtype."""
@@ -45,7 +45,7 @@ def _by_shape(
     return results
 
 
-def _automatic(
+def automatic(
     fn: Callable[..., list[jax.Array]], xs: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Runs fn with the compiler choosing the shardings inside.

@@ -28,13 +28,19 @@ class SecondMomentState(NamedTuple):
 
 
 def scale_by_momentum(
-    b1: float = 0.95, *, nesterov: bool = True, mu_dtype: Any = None
+    b1: float = 0.95,
+    *,
+    nesterov: bool = True,
+    dampening: float | None = None,
+    mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
-    """Moving average of the gradients, ``M = b1 M + (1 - b1) G``, uncorrected.
+    """Momentum, ``M = b1 M + (1 - dampening) G``, uncorrected.
 
     Args:
       b1: decay rate.
-      nesterov: return ``b1 M + (1 - b1) G`` instead of M (Keller Jordan's Muon).
+      nesterov: return ``b1 M + (1 - dampening) G`` instead of M.
+      dampening: None: b1, the moving average of Keller Jordan's Muon; 0: the
+        heavy-ball sum of Moonlight. The two differ by the factor 1 - b1 only.
       mu_dtype: dtype in which M is stored; None: the parameters'.
 
     Returns:
@@ -49,7 +55,7 @@ def scale_by_momentum(
         del params
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            m, numerator = momentum_step(g, mu, b1, nesterov)
+            m, numerator = momentum_step(g, mu, b1, nesterov, dampening)
             return numerator.astype(g.dtype), m.astype(mu.dtype)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
@@ -146,12 +152,13 @@ def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:
 
 
 def momentum_step(
-    g: jax.Array, mu: jax.Array, b1: Any, nesterov: bool
+    g: jax.Array, mu: jax.Array, b1: Any, nesterov: bool, dampening: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The new average, and what stands in the numerator of the update."""
+    """The new momentum, and what stands in the numerator of the update."""
     g = g.astype(dtypes.compute_dtype(g.dtype))
-    m = average(mu, g, b1)
-    return m, average(m, g, b1) if nesterov else m
+    share = (1 - (b1 if dampening is None else dampening)) * g
+    m = b1 * mu.astype(g.dtype) + share
+    return m, b1 * m + share if nesterov else m
 
 
 def average(old: jax.Array, new: jax.Array, decay: Any) -> jax.Array:

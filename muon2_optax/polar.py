@@ -137,7 +137,7 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
         norm = jnp.where(norm == 0, 1, norm)
         root = how.eps**0.5 / largest / norm
         return x / norm, root * root
-    norm = how.factor * norm + how.eps / largest
+    norm = jnp.maximum(how.factor * norm + how.eps / largest, how.floor / largest)
     return x / jnp.where(norm == 0, 1, norm), jnp.zeros_like(norm)
 
 

@@ -5,9 +5,14 @@ from types import MappingProxyType
 
 import optax
 
+from muon2_optax.optimizers.adamuon import adamuon as adamuon
+from muon2_optax.optimizers.dion import dion as dion
 from muon2_optax.optimizers.muon import muon as muon
 from muon2_optax.optimizers.muon2 import muon2 as muon2
 from muon2_optax.optimizers.muon2_f import muon2_f as muon2_f
+from muon2_optax.optimizers.muon_bp import muon_bp as muon_bp
+from muon2_optax.optimizers.normuon import normuon as normuon
+from muon2_optax.optimizers.teon import teon as teon
 
 REGISTRY: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = (
     MappingProxyType(
@@ -15,6 +20,11 @@ REGISTRY: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = (
             "muon": muon,
             "muon2": muon2,
             "muon2_f": muon2_f,
+            "normuon": normuon,
+            "adamuon": adamuon,
+            "dion": dion,
+            "muon_bp": muon_bp,
+            "teon": teon,
         }
     )
 )

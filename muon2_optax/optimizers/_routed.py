@@ -8,34 +8,35 @@ from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 
 
-def adamw(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    mask: Any,
-    mu_dtype: Any,
-) -> optax.GradientTransformation:
-    """``optax.adamw`` whose state keeps its dtypes for gradients of any dtype."""
-    return optax.chain(
-        scale_by_second_moment(b1, b2, eps, bias_correction=True, mu_dtype=mu_dtype),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-
-
 def routed(
     matrix: optax.GradientTransformation,
-    adam: optax.GradientTransformation,
     rules: MatrixRules,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    adam_learning_rate: optax.ScalarOrSchedule | None,
+    adam_b1: float,
+    adam_b2: float,
+    adam_eps: float,
+    adam_weight_decay: float,
+    weight_decay_mask: Any,
+    mu_dtype: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.partition`` by the rules; updates keep the gradients' dtypes.
+    """``optax.partition`` by the rules, with AdamW for what is not a matrix.
 
-    The cast matters for gradients of lower precision than the parameters, which weight
-    decay would promote: ``optax.apply_if_finite`` and ``optax.MultiSteps`` need both
-    branches of their ``cond`` to agree.
+    AdamW is ``optax.adamw`` built from our second moment, whose state keeps its dtypes
+    for gradients of any dtype. Updates come back in the gradients' dtypes: weight decay
+    promotes those of lower precision than the parameters, and ``optax.MultiSteps`` and
+    ``optax.apply_if_finite`` need both branches of their ``cond`` to agree.
     """
+    if adam_learning_rate is None:
+        adam_learning_rate = learning_rate
+    adam = optax.chain(
+        scale_by_second_moment(
+            adam_b1, adam_b2, adam_eps, bias_correction=True, mu_dtype=mu_dtype
+        ),
+        optax.add_decayed_weights(adam_weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(adam_learning_rate),
+    )
     inner = optax.partition({MATRIX: matrix, ADAM: adam}, rules.labels)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):

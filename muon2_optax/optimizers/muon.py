@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._routed import adamw, routed
+from muon2_optax.optimizers._routed import routed
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -24,6 +24,7 @@ def muon(
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
+    dampening: float | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
@@ -43,7 +44,12 @@ def muon(
     float32). A ``Schedule`` with ``normalization=Frobenius(eps=1e-7)`` restores it.
 
     Args and returns are those of ``muon2``, without those of the second moment (b2,
-    eps, nu_dtype, bias_correction).
+    eps, nu_dtype, bias_correction), and ``dampening`` of ``scale_by_momentum``.
+
+    Published relatives are arguments away: PolarExpress is
+    ``ns_coeffs="polar_express"``; Turbo-Muon is ``ns_coeffs="turbo", ns_steps=4``;
+    Moonlight is ``dampening=0.0, shape_scale="match_rms", weight_decay=0.1``;
+    ``torch.optim.Muon`` is ``weight_decay=0.1``.
 
     References:
       Jordan et al. 2024, github.com/KellerJordan/Muon.
@@ -55,7 +61,9 @@ def muon(
     """
     rules = MatrixRules() if rules is None else rules
     matrix = optax.chain(
-        scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
+        scale_by_momentum(
+            b1, nesterov=nesterov, dampening=dampening, mu_dtype=mu_dtype
+        ),
         newton_schulz_orthogonalize(
             ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
         ),
@@ -63,13 +71,15 @@ def muon(
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
-    adam = adamw(
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
-        adam_b1,
-        adam_b2,
-        adam_eps,
-        adam_weight_decay,
-        weight_decay_mask,
-        mu_dtype,
+    return routed(
+        matrix,
+        rules,
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
     )
-    return routed(matrix, adam, rules)

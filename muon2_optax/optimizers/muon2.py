@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_second_moment
-from muon2_optax.optimizers._routed import adamw, routed
+from muon2_optax.optimizers._routed import routed
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -103,13 +103,15 @@ def muon2(
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
-    adam = adamw(
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
-        adam_b1,
-        adam_b2,
-        adam_eps,
-        adam_weight_decay,
-        weight_decay_mask,
-        mu_dtype,
+    return routed(
+        matrix,
+        rules,
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
     )
-    return routed(matrix, adam, rules)

@@ -1,0 +1,345 @@
+"""Coefficient schedules fitted to the singular values that a model has.
+
+``polar_express_coefficients`` knows only their bounds and minimizes the worst error in
+between; ``fit_coefficients`` knows their distribution and maximizes the cosine
+similarity to the polar factor. Both run on the host in float64 and return what every
+optimizer takes as ``ns_coeffs``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from muon2_optax.coefficients import Frobenius, Schedule, Triple
+
+# From this lower / upper on, the minimax polynomial is its limit but for rounding
+# (github.com/NoahAmsel/PolarExpress).
+_DEGENERATE = 1 - 5e-6
+# Fitted steps are kept safe up to here: rounding takes singular values above 1.
+_TOP = 1.02
+# float32 spectra of matrices without full rank hold noise below this.
+_NOISE = 1e-7
+_BINS = np.geomspace(_NOISE, 1, 320)
+_CHECKS = np.r_[np.geomspace(_NOISE, 0.05, 160), np.linspace(0.05, _TOP, 400)[1:]]
+_FINE_CHECKS = np.r_[np.geomspace(1e-9, 0.05, 2000), np.linspace(0.05, _TOP, 8000)]
+
+
+def polar_express_coefficients(
+    lower: float,
+    upper: float = 1.0,
+    steps: int = 5,
+    *,
+    cushion: float = 0.02,
+    safety: float = 0.01,
+    safety_applied: Literal["during", "after"] = "during",
+) -> Schedule:
+    """The minimax schedule for singular values in [lower, upper].
+
+    Each step is the odd quintic with the least maximal distance from 1 on the interval
+    into which the steps before it map [lower, upper]; no other composition of quintics
+    comes closer to 1 (Amsel et al., theorem 3.1). Published tables:
+
+    - the paper's: ``(1e-3, steps=8, cushion=0.02407327424182761, safety=0)``; its code
+      then divides, ``safety=0.01, safety_applied="after"``;
+    - modded-nanogpt's (also nanochat's and dion's): ``(1e-3, steps=5, safety=0.02)``;
+    - the default of the authors' generator: ``(1e-3, steps=10)``.
+
+    The first six rows agree to 1e-13. Later intervals are so short that float64 leaves
+    1e-10 of the seventh row and 1e-8 of the eighth.
+
+    Args:
+      lower: smallest singular value, after normalization, that has to reach 1. Smaller
+        ones grow as fast, but end short of it.
+      upper: the largest one, 1 after division by the Frobenius norm. If it is set lower
+        and exceeded, the iteration can diverge.
+      steps: how many triples. A run of more steps repeats the last, a run of fewer
+        takes the first ones.
+      cushion: an interval counts as no wider than [cushion * upper, upper] while its
+        polynomial is sought, which keeps it well above 0 in between; the polynomial is
+        then scaled so that its values over the real interval are centered at 1.
+      safety: every step but the last is p(x / (1 + safety)) for the minimax p, a margin
+        for rounding above ``upper``.
+      safety_applied: ``"during"``: the later steps know of it; ``"after"``: they do
+        not.
+
+    Returns:
+      A ``Schedule`` with ``take="first"``, normalized by the Frobenius norm.
+
+    Raises:
+      ValueError: not 0 < lower <= upper < inf, or another argument out of range.
+
+    References:
+      Amsel et al. 2025, "The Polar Express", arXiv:2505.16932, algorithm 1 and
+      github.com/NoahAmsel/PolarExpress.
+
+    >>> schedule = polar_express_coefficients(1e-2, steps=3)
+    >>> [round(a, 2) for a, b, c in schedule.triples]
+    [8.24, 4.01, 2.93]
+    """
+    if not 0 < lower <= upper < math.inf:
+        raise ValueError(f"need 0 < lower <= upper < inf, got {lower} and {upper}")
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more, got {steps}")
+    if not 0 <= cushion < 1 or not 0 <= safety < math.inf:
+        raise ValueError(f"cushion {cushion} or safety {safety} is out of range")
+    if safety_applied not in ("during", "after"):
+        raise ValueError(f"safety_applied: 'during' or 'after', not {safety_applied!r}")
+    low, high, triples = float(lower), float(upper), []
+    for step in range(steps):
+        triple = _minimax(max(low, cushion * high), high)
+        if low < cushion * high:
+            center = (_poly(triple, low) + _poly(triple, high)) / 2
+            triple = triple / center
+        margin = 1 + safety if step < steps - 1 else 1.0
+        divided = triple / margin ** np.array([1, 3, 5])
+        triples.append(divided)
+        low = float(_poly(divided if safety_applied == "during" else triple, low))
+        high = 2 - low
+    return Schedule(
+        tuple((float(a), float(b), float(c)) for a, b, c in triples),
+        take="first",
+        normalization=Frobenius(),
+        source=f"minimax on [{lower:g}, {upper:g}] (Amsel et al. 2025,"
+        f" arXiv:2505.16932), cushion {cushion:g}, safety {safety:g}",
+    )
+
+
+def _minimax(low: float, high: float) -> np.ndarray:
+    """The odd quintic nearest to 1 on [low, high], by Remez' exchange.
+
+    The error is -E, E, -E, E at low, two inner extrema and high. These start at the
+    quarters and move to the roots of p' until E stands still.
+    """
+    if low / high >= _DEGENERATE:
+        return np.array([15 / 8, -10 / 8, 3 / 8]) / high ** np.array([1, 3, 5])
+    inner = np.array([3 * low + high, low + 3 * high]) / 4
+    signs = np.array([1.0, -1.0, 1.0, -1.0])
+    error, before = math.inf, 0.0
+    for _ in range(100):
+        x = np.array([low, *inner, high])
+        system = np.stack([x, x**3, x**5, signs], axis=1)
+        a, b, c, error = np.linalg.solve(system, np.ones(4))
+        if abs(error - before) <= 1e-15:
+            break
+        before = error
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        inner = np.sqrt((-3 * b + np.array([-root, root])) / (10 * c))
+    return np.array([a, b, c])
+
+
+def fit_coefficients(
+    spectrum: Any,
+    steps: int,
+    *,
+    weights: Any = None,
+    tolerance: float = 0.3,
+    blend: float = 0.02,
+) -> tuple[Triple, ...]:
+    """The schedule with the best cosine similarity to the polar factor.
+
+    For normalized singular values s and the composition f of all steps it is the mean
+    over matrices of ``sum f(s) / sqrt(n sum f(s)^2)``, the paper's eq. 9, which does
+    not see the size of f. Candidates must be safe on all of [0, 1.02]:
+
+    - each step maps [0, 1] into itself, the last into [0, 1 + tolerance];
+    - f(s) > 0, so that the update never turns against its input, and where f has risen
+      to (1 - tolerance) / (1 + tolerance) of its maximum it stays above that;
+    - no step raises any value by a larger factor than those near 0.
+
+    The registered schedules that comply and minimax ones are improved by BFGS; the
+    result is never worse than they are. Deterministic; takes seconds.
+
+    Args:
+      spectrum: singular values, divided by the matrix's Frobenius norm: (n,) for one
+        matrix, (..., n) for several, or a list of such arrays of different n, as
+        ``diagnostics.orthogonalization_report`` gives. Each matrix counts the same.
+        Values under 1e-7 of its largest are missing rank and do not count.
+      steps: number of triples K.
+      weights: how often each value occurs, in the shape of ``spectrum``.
+      tolerance: as above, the paper's epsilon; Keller's triple needs 0.28.
+      blend: share of each spectrum's weight that is spread evenly over log s, down to a
+        tenth of its lowest percentile, against other spectra to come.
+
+    Returns:
+      K triples, a table that only fits ``ns_steps=K``. The last is scaled so that the
+      output comes nearest to the polar factor in the Frobenius norm (below 1 +
+      tolerance).
+
+    Raises:
+      ValueError: singular values that are negative, not finite, above 1 or all zero,
+        weights that do not fit, another argument out of range, or nothing complies.
+
+    >>> table = fit_coefficients(np.geomspace(0.003, 0.1, 64), 2)
+    >>> len(table), table[0][0] > 3.4445
+    (2, True)
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more, got {steps}")
+    if not 0 < tolerance < 1 or not 0 <= blend < 1:
+        raise ValueError(f"tolerance {tolerance} or blend {blend} is out of range")
+    values, counts = _collect(spectrum, weights)
+    histogram = _histogram(values, counts, blend)
+    floor = (1 - tolerance) / (1 + tolerance)
+
+    def loss(x: np.ndarray) -> np.ndarray:
+        rows = _rows(x)
+        y = _compose(rows, _BINS)
+        cosine = np.mean((y @ histogram) / np.sqrt(y**2 @ histogram), axis=-1)
+        missing = _shortfall(rows, _CHECKS, floor + 0.003)
+        return 1e4 * np.mean(missing**2, axis=-1) - cosine
+
+    starts = [_parameters(triples) for triples in _starts(steps)]
+    best, best_cosine, scale = None, -math.inf, 1.0
+    for x in starts + [_minimize(loss, x) for x in starts]:
+        rows = _rows(x)
+        if np.any(_shortfall(rows, _FINE_CHECKS, floor) > 0):
+            continue
+        y = _compose(rows, values)
+        mean, square = np.sum(counts * y, axis=-1), np.sum(counts * y**2, axis=-1)
+        cosine = float(np.mean(mean / np.sqrt(square)))
+        if cosine > best_cosine:
+            best, best_cosine = rows, cosine
+            scale = min(1 + tolerance, float(np.sum(mean) / np.sum(square)))
+    if best is None:
+        raise ValueError(f"no schedule keeps to tolerance={tolerance}")
+    best[-1] *= scale
+    return tuple((float(a), float(b), float(c)) for a, b, c in best)
+
+
+def _collect(spectrum: Any, weights: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The spectra as rows of one array, with weights that add up to 1 in each row."""
+    several = isinstance(spectrum, (list, tuple)) and np.ndim(spectrum[0]) > 0
+    parts = [np.asarray(s, np.float64) for s in (spectrum if several else [spectrum])]
+    given = [np.ones_like(s) for s in parts]
+    if weights is not None:
+        given = [np.asarray(w, np.float64) for w in (weights if several else [weights])]
+    if [w.shape for w in given] != [s.shape for s in parts]:
+        raise ValueError("weights must have the shape of the spectrum")
+    width = max(s.shape[-1] for s in parts)
+
+    def stack(arrays: list[np.ndarray]) -> np.ndarray:
+        rows = [a.reshape(-1, a.shape[-1]) for a in arrays]
+        return np.concatenate(
+            [np.pad(r, ((0, 0), (0, width - r.shape[-1]))) for r in rows]
+        )
+
+    values, counts = stack(parts), stack(given)
+    if not np.all((values >= 0) & (values <= 1.001)):
+        raise ValueError(
+            "singular values must lie in [0, 1]: divide each matrix's by the root of"
+            " the sum of their squares"
+        )
+    counts = counts * (values > _NOISE * np.max(values, axis=-1, keepdims=True))
+    total = np.sum(counts, axis=-1, keepdims=True)
+    if not np.all((counts >= 0) & np.isfinite(counts)) or not np.any(total):
+        raise ValueError("no singular values above 0, or weights below 0")
+    used = total[:, 0] > 0
+    return np.minimum(values[used], 1), counts[used] / total[used]
+
+
+def _histogram(values: np.ndarray, counts: np.ndarray, blend: float) -> np.ndarray:
+    """Each row's weights on the bins, blended with even ones: (bins, rows)."""
+    columns, size = [], len(_BINS)
+    for s, w in zip(values, counts):
+        place = np.interp(np.log(np.maximum(s, _NOISE)), np.log(_BINS), range(size))
+        left = np.minimum(place.astype(int), size - 2)
+        column = np.bincount(left, w * (left + 1 - place), size)
+        column += np.bincount(left + 1, w * (place - left), size)
+        even = _BINS >= _BINS[np.searchsorted(np.cumsum(column), 0.01)] / 10
+        columns.append((1 - blend) * column + blend * even / np.sum(even))
+    return np.stack(columns, axis=1)
+
+
+def _starts(steps: int) -> list[Any]:
+    starts = []
+    for schedule in SCHEDULES.values():
+        for rows in (schedule.triples[:steps], schedule.triples[-steps:]):
+            rows += rows[-1:] * (steps - len(rows))
+            if rows not in starts:
+                starts.append(rows)
+    lower = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+    return starts + [polar_express_coefficients(x, steps=steps).triples for x in lower]
+
+
+def _parameters(triples: Sequence[Triple]) -> np.ndarray:
+    """Two numbers per step, each step rescaled to map [0, 1.02] onto [0, 1].
+
+    Scaling one step's output and the next one's input cancel, which leaves the ratios
+    b / a < 0 and c / a < -b / a / 1.02^2: then p(x) <= a x on [0, 1.02].
+    """
+    high, x = 1.0, []
+    for a, b, c in triples:
+        a, b, c = a * high, b * high**3, c * high**5
+        high = float(_maximum(np.array([a, b, c])))
+        fall = max(-b / a, 1e-3)
+        x += [math.log(fall), math.log(max(1 - c / a * _TOP**2 / fall, 1e-3))]
+    return np.array(x)
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    """Inverse of ``_parameters``: (..., 2 K) to triples (..., K, 3)."""
+    fall = np.exp(x[..., ::2])
+    c = fall * (1 - np.exp(x[..., 1::2])) / _TOP**2
+    triples = np.stack([np.ones_like(c), -fall, c], axis=-1)
+    return triples / _maximum(triples)[..., None]
+
+
+def _maximum(triple: np.ndarray) -> np.ndarray:
+    """Largest value of a x + b x^3 + c x^5 on [0, 1.02], for a > 0 > b."""
+    a, b, c = np.moveaxis(triple, -1, 0)
+    root = np.sqrt(np.maximum(9 * b * b - 20 * a * c, 0))
+    # The smaller root of p', which is no maximum where the roots are not real.
+    peak = np.sqrt(np.clip(2 * a / (root - 3 * b), 0, _TOP**2))
+    points = np.stack([peak, np.full_like(peak, _TOP)], axis=-1)
+    return np.max(_poly(triple, points), axis=-1)
+
+
+def _poly(triple: np.ndarray, x: Any) -> Any:
+    """a x + b x^3 + c x^5; the triple's leading axes are those of x but for its last."""
+    a, b, c = np.moveaxis(triple[..., None], -2, 0) if np.ndim(x) else triple
+    return x * (a + x * x * (b + x * x * c))
+
+
+def _compose(rows: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """All steps of schedules (..., K, 3) on s; shape (..., *s.shape)."""
+    y = s
+    for step in range(rows.shape[-2]):
+        y = _poly(rows[..., step, :], y)
+    return y
+
+
+def _shortfall(rows: np.ndarray, s: np.ndarray, floor: float) -> np.ndarray:
+    """How far f lies below its floor: 0.7 of its tangent at 0, then a constant."""
+    slope = np.prod(rows[..., 0], axis=-1)[..., None]
+    return np.maximum(np.minimum(floor, 0.7 * slope * s) - _compose(rows, s), 0)
+
+
+def _minimize(loss: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
+    """BFGS with central differences; ``loss`` takes a batch of points."""
+    eye = np.eye(len(x))
+
+    def gradient(x: np.ndarray) -> np.ndarray:
+        up, down = np.split(loss(np.concatenate([x + 1e-6 * eye, x - 1e-6 * eye])), 2)
+        return (up - down) / 2e-6
+
+    value, slope, inverse = loss(x[None])[0], gradient(x), 0.1 * eye
+    for _ in range(300):
+        move = -inverse @ slope
+        move *= min(1, 0.5 / np.max(np.abs(move) + 1e-30))
+        tries = x + 0.5 ** np.arange(20)[:, None] * move
+        losses = loss(tries)
+        if not np.min(losses) < value - 1e-12:
+            if np.array_equal(inverse, 0.1 * eye):
+                break
+            inverse = 0.1 * eye
+            continue
+        after = tries[np.argmin(losses)]
+        new = gradient(after)
+        s, y = after - x, new - slope
+        if s @ y > 1e-14:
+            left = eye - np.outer(s, y) / (s @ y)
+            inverse = left @ inverse @ left.T + np.outer(s, s) / (s @ y)
+        x, value, slope = after, np.min(losses), new
+    return x

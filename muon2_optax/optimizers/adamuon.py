@@ -1,0 +1,88 @@
+"""AdaMuon: an elementwise second moment of the orthogonalized sign."""
+
+from typing import Any
+
+import optax
+
+from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._routed import routed
+from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.rescaling import scale_by_output_second_moment, scale_to_rms
+from muon2_optax.rules import MatrixRules
+
+
+def adamuon(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    ns_steps: int = 5,
+    ns_coeffs: Any = "keller",
+    ns_dtype: Any = None,
+    nesterov: bool = True,
+    rms: float = 0.2,
+    nu_dtype: Any = None,
+    rules: MatrixRules | None = None,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps: float = 1e-8,
+    adam_weight_decay: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """AdaMuon for the matrices, AdamW for the rest.
+
+    For each matrix with gradient G, following the authors' code::
+
+        M = b1 M + (1 - b1) G
+        O = NewtonSchulz(sign(b1 M + (1 - b1) G), K)
+        V = b2 V + (1 - b2) O * O
+        N = O / (sqrt(V) + eps), scaled to a root mean square of ``rms``
+        W = W - learning_rate * (N + weight_decay * W)
+
+    No factor by shape. The paper's form is ``nesterov=False`` (its heavy-ball momentum
+    has the same sign); both take b2 = b1. The authors' code has weight decay 0.01.
+
+    Args:
+      b2: decay rate of V.
+      eps: added to sqrt(V), and to the norm that is divided by.
+      rms: root mean square of the update.
+      nu_dtype: dtype of V; None: float32.
+
+    The others, and the return value, are those of ``muon``.
+
+    References:
+      Si et al. 2025, "AdaMuon", arXiv:2507.11005; github.com/Chongjie-Si/AdaMuon.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+    >>> tx = adamuon(learning_rate=0.02, adam_learning_rate=3e-3)
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    rules = MatrixRules() if rules is None else rules
+    matrix = optax.chain(
+        scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
+        optax.scale_by_sign(),
+        newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+        ),
+        scale_by_output_second_moment(b2, eps, nu_dtype=nu_dtype),
+        scale_to_rms(rms, eps, rules=rules),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return routed(
+        matrix,
+        rules,
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
+    )

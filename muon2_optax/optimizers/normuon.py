@@ -1,0 +1,88 @@
+"""NorMuon: Muon with a second moment per output neuron."""
+
+from typing import Any
+
+import optax
+
+from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._routed import routed
+from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.rescaling import keep_norm, scale_by_neuron_second_moment
+from muon2_optax.rules import MatrixRules
+from muon2_optax.scaling import scale_by_shape
+
+
+def normuon(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    *,
+    ns_steps: int = 5,
+    ns_coeffs: Any = "keller",
+    ns_dtype: Any = None,
+    nesterov: bool = True,
+    shape_scale: str = "keller",
+    rules: MatrixRules | None = None,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps: float = 1e-8,
+    adam_weight_decay: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """NorMuon for the matrices, AdamW for the rest.
+
+    For each matrix with gradient G, following the authors' code::
+
+        M = b1 M + (1 - b1) G
+        O = NewtonSchulz(b1 M + (1 - b1) G, K)
+        v = b2 v + (1 - b2) mean over inputs of O * O           one number per output
+        N = O / (sqrt(v) + eps), scaled to the Frobenius norm of O
+        W = W - learning_rate * (sqrt(max(1, fan_out / fan_in)) * N + weight_decay * W)
+
+    The paper's form differs from the code: no Nesterov momentum, eps under the root,
+    and an RMS of 0.2 in place of norm and shape factor. It is the chain
+    ``scale_by_momentum(b1, nesterov=False)``, ``newton_schulz_orthogonalize(5)``,
+    ``scale_by_neuron_second_moment(b2, 0.0, eps_root=eps)``, ``scale_to_rms(0.2,
+    0.0)``.
+
+    Args:
+      b2: decay rate of v.
+      eps: added to sqrt(v).
+
+    The others, and the return value, are those of ``muon``.
+
+    References:
+      Li et al. 2025, "NorMuon", arXiv:2510.05491; github.com/zichongli5/NorMuon.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+    >>> tx = normuon(learning_rate=0.02, adam_learning_rate=3e-3)
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    rules = MatrixRules() if rules is None else rules
+    matrix = optax.chain(
+        scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
+        newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+        ),
+        keep_norm(scale_by_neuron_second_moment(b2, eps, rules=rules), rules=rules),
+        scale_by_shape(shape_scale, rules=rules),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return routed(
+        matrix,
+        rules,
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
+    )
