@@ -19,7 +19,7 @@ from examples.config import Config
 from examples.data import loader
 from examples.data.tokens import SubwordTokenizer
 from examples.models.llama import parameter_count
-from examples.report import Report, Result, claim_folder
+from examples.report import Report, Result, claim_folder, perplexity
 
 # Steps that may be under way while their losses are still unread. Reading the loss of
 # the newest step instead would leave the device idle between steps.
@@ -32,13 +32,14 @@ class TrainingStopped(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all optimizers share: data, model and compiled evaluation."""
+    """What all optimizers share: data, model and compiled functions."""
 
     config: Config
     data: loader.Dataset
     graphdef: Any
-    init: step.Initializer
+    init: Callable[[jax.Array], Any]
     eval_step: Callable[[Any, Any, Any], jax.Array]
+    shapes: Any
 
 
 class _Clock:
@@ -126,7 +127,7 @@ def train(setup: Setup, plan: optim.Plan, report: Report) -> Result:
         learning_rate=plan.learning_rate,
         adam_learning_rate=plan.adam_learning_rate,
         val_loss=val_loss,
-        perplexity=math.exp(val_loss),
+        perplexity=perplexity(val_loss),
         bits_per_byte=bits_per_byte,
         tokens_per_second=run.steps * tokens_per_step / clock.seconds(),
         seconds=time.perf_counter() - begin,
@@ -135,9 +136,14 @@ def train(setup: Setup, plan: optim.Plan, report: Report) -> Result:
 
 
 def prepare(config: Config, data: loader.Dataset) -> Setup:
-    """Build what all optimizers share."""
+    """Build and compile what all optimizers share, so that none is charged for it."""
     graphdef, init = step.make_model(config.model, data.tokenizer.vocab_size)
-    return Setup(config, data, graphdef, init, step.make_eval_step(graphdef))
+    key = jax.random.key(config.run.seed)
+    shapes = jax.eval_shape(init, key)
+    eval_step = step.make_eval_step(graphdef).lower(shapes, *data.val.batches[0])
+    return Setup(
+        config, data, graphdef, init.lower(key).compile(), eval_step.compile(), shapes
+    )
 
 
 def _environment() -> dict[str, Any]:
@@ -201,8 +207,7 @@ def run(config: Config) -> list[Result]:
         _describe(setup, report)
         if isinstance(data.tokenizer, SubwordTokenizer):
             data.tokenizer.save(folder / "tokenizer.json")
-        shapes = jax.eval_shape(setup.init, jax.random.key(0))
-        routing = m2.MatrixRules().describe(shapes)
+        routing = m2.MatrixRules().describe(setup.shapes)
         (folder / "parameters.txt").write_text(routing + "\n", encoding="utf-8")
         results = [report.result(train(setup, plan, report)) for plan in plans]
     figure = plots.plot_folder(folder, folder / "loss.png")

@@ -71,6 +71,11 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         raise UserError(f"--out {folder}: {error.strerror}") from None
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss); a loss that has all but diverged must not overflow."""
+    return math.exp(min(loss, 700.0))
+
+
 def _short_time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
@@ -162,7 +167,7 @@ class Report:
             step=step,
             tokens=tokens,
             loss=loss,
-            perplexity=math.exp(loss),
+            perplexity=perplexity(loss),
             bits_per_byte=bits_per_byte,
         )
         train_loss, speed = self._latest

@@ -1,6 +1,5 @@
 """Pure functions that are compiled: parameters, training step, evaluation step."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,11 +25,8 @@ class Metrics(NamedTuple):
     grad_norm: jax.Array
 
 
-Initializer = Callable[[jax.Array], Any]
-
-
-def make_model(config: ModelConfig, vocab_size: int) -> tuple[Any, Initializer]:
-    """The model's structure, and a compiled function from a key to its parameters.
+def make_model(config: ModelConfig, vocab_size: int) -> tuple[Any, jax.stages.Wrapped]:
+    """The model's structure, and a jitted function from a key to its parameters.
 
     The parameters are plain nested dictionaries: what Optax, jit and checkpoints take
     without further ado.
@@ -77,8 +73,8 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(graphdef: Any) -> Callable[[Any, Any, Any], jax.Array]:
-    """Summed negative log-likelihood of a batch, rows weighted by `weight_B`."""
+def make_eval_step(graphdef: Any) -> jax.stages.Wrapped:
+    """(params, tokens, weights of rows) to the summed negative log-likelihood."""
 
     @jax.jit
     def eval_step(params: Any, tokens_BxM: Any, weight_B: Any) -> jax.Array:

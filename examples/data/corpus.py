@@ -176,7 +176,7 @@ def _from_installed(config: DataConfig) -> Corpus:
     train, val, how = split(documents, config.val_fraction)
     notes = [
         f"held out: {how}",
-        f"{unfit} files passed over (not UTF-8, under 1 kB or over 100 kB)",
+        f"{unfit} files passed over (not UTF-8, under 1 kB or over 65 kB)",
         *collector.notes(),
     ]
     return Corpus(train, val, f"{len(documents):,} installed Python sources", notes)
