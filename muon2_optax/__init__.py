@@ -26,6 +26,7 @@ from muon2_optax.optimizers import teon as teon
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize as newton_schulz_orthogonalize,
 )
+from muon2_optax.placement import Shardings as Shardings
 from muon2_optax.polar import newton_schulz as newton_schulz
 from muon2_optax.rescaling import keep_norm as keep_norm
 from muon2_optax.rescaling import (

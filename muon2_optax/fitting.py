@@ -1,132 +1,29 @@
 """Coefficient schedules fitted to the singular values that a model has.
 
-``polar_express_coefficients`` knows only their bounds and minimizes the worst error in
-between; ``fit_coefficients`` knows their distribution and maximizes the cosine
-similarity to the polar factor. Both run on the host in float64 and return what every
-optimizer takes as ``ns_coeffs``.
+``polar_express_coefficients`` knows their bounds and minimizes the worst error between;
+``fit_coefficients`` knows their distribution and maximizes the cosine similarity to the
+polar factor. Both run on the host, in float64; every optimizer takes what they return
+as ``ns_coeffs``.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from muon2_optax.coefficients import Frobenius, Schedule, Triple
+from muon2_optax.coefficients import SCHEDULES, Triple
+from muon2_optax.minimax import polar_express_coefficients as polar_express_coefficients
 
-# From this lower / upper on, the minimax polynomial is its limit but for rounding
-# (github.com/NoahAmsel/PolarExpress).
-_DEGENERATE = 1 - 5e-6
-# Fitted steps are kept safe up to here: rounding takes singular values above 1.
+# Fitted steps are safe up to here: rounding takes singular values above 1.
 _TOP = 1.02
-# float32 spectra of matrices without full rank hold noise below this.
+# The upper end of the paper's target interval, 1 + 0.3.
+_LARGEST = 1.3
+# Singular values of float32 matrices without full rank end up below this.
 _NOISE = 1e-7
 _BINS = np.geomspace(_NOISE, 1, 320)
-_CHECKS = np.r_[np.geomspace(_NOISE, 0.05, 160), np.linspace(0.05, _TOP, 400)[1:]]
+_CHECKS = np.r_[np.geomspace(_NOISE, 0.05, 160), np.linspace(0.05, _TOP, 400)]
 _FINE_CHECKS = np.r_[np.geomspace(1e-9, 0.05, 2000), np.linspace(0.05, _TOP, 8000)]
-
-
-def polar_express_coefficients(
-    lower: float,
-    upper: float = 1.0,
-    steps: int = 5,
-    *,
-    cushion: float = 0.02,
-    safety: float = 0.01,
-    safety_applied: Literal["during", "after"] = "during",
-) -> Schedule:
-    """The minimax schedule for singular values in [lower, upper].
-
-    Each step is the odd quintic with the least maximal distance from 1 on the interval
-    into which the steps before it map [lower, upper]; no other composition of quintics
-    comes closer to 1 (Amsel et al., theorem 3.1). Published tables:
-
-    - the paper's: ``(1e-3, steps=8, cushion=0.02407327424182761, safety=0)``; its code
-      then divides, ``safety=0.01, safety_applied="after"``;
-    - modded-nanogpt's (also nanochat's and dion's): ``(1e-3, steps=5, safety=0.02)``;
-    - the default of the authors' generator: ``(1e-3, steps=10)``.
-
-    The first six rows agree to 1e-13. Later intervals are so short that float64 leaves
-    1e-10 of the seventh row and 1e-8 of the eighth.
-
-    Args:
-      lower: smallest singular value, after normalization, that has to reach 1. Smaller
-        ones grow as fast, but end short of it.
-      upper: the largest one, 1 after division by the Frobenius norm. If it is set lower
-        and exceeded, the iteration can diverge.
-      steps: how many triples. A run of more steps repeats the last, a run of fewer
-        takes the first ones.
-      cushion: an interval counts as no wider than [cushion * upper, upper] while its
-        polynomial is sought, which keeps it well above 0 in between; the polynomial is
-        then scaled so that its values over the real interval are centered at 1.
-      safety: every step but the last is p(x / (1 + safety)) for the minimax p, a margin
-        for rounding above ``upper``.
-      safety_applied: ``"during"``: the later steps know of it; ``"after"``: they do
-        not.
-
-    Returns:
-      A ``Schedule`` with ``take="first"``, normalized by the Frobenius norm.
-
-    Raises:
-      ValueError: not 0 < lower <= upper < inf, or another argument out of range.
-
-    References:
-      Amsel et al. 2025, "The Polar Express", arXiv:2505.16932, algorithm 1 and
-      github.com/NoahAmsel/PolarExpress.
-
-    >>> schedule = polar_express_coefficients(1e-2, steps=3)
-    >>> [round(a, 2) for a, b, c in schedule.triples]
-    [8.24, 4.01, 2.93]
-    """
-    if not 0 < lower <= upper < math.inf:
-        raise ValueError(f"need 0 < lower <= upper < inf, got {lower} and {upper}")
-    if steps < 1:
-        raise ValueError(f"steps must be 1 or more, got {steps}")
-    if not 0 <= cushion < 1 or not 0 <= safety < math.inf:
-        raise ValueError(f"cushion {cushion} or safety {safety} is out of range")
-    if safety_applied not in ("during", "after"):
-        raise ValueError(f"safety_applied: 'during' or 'after', not {safety_applied!r}")
-    low, high, triples = float(lower), float(upper), []
-    for step in range(steps):
-        triple = _minimax(max(low, cushion * high), high)
-        if low < cushion * high:
-            center = (_poly(triple, low) + _poly(triple, high)) / 2
-            triple = triple / center
-        margin = 1 + safety if step < steps - 1 else 1.0
-        divided = triple / margin ** np.array([1, 3, 5])
-        triples.append(divided)
-        low = float(_poly(divided if safety_applied == "during" else triple, low))
-        high = 2 - low
-    return Schedule(
-        tuple((float(a), float(b), float(c)) for a, b, c in triples),
-        take="first",
-        normalization=Frobenius(),
-        source=f"minimax on [{lower:g}, {upper:g}] (Amsel et al. 2025,"
-        f" arXiv:2505.16932), cushion {cushion:g}, safety {safety:g}",
-    )
-
-
-def _minimax(low: float, high: float) -> np.ndarray:
-    """The odd quintic nearest to 1 on [low, high], by Remez' exchange.
-
-    The error is -E, E, -E, E at low, two inner extrema and high. These start at the
-    quarters and move to the roots of p' until E stands still.
-    """
-    if low / high >= _DEGENERATE:
-        return np.array([15 / 8, -10 / 8, 3 / 8]) / high ** np.array([1, 3, 5])
-    inner = np.array([3 * low + high, low + 3 * high]) / 4
-    signs = np.array([1.0, -1.0, 1.0, -1.0])
-    error, before = math.inf, 0.0
-    for _ in range(100):
-        x = np.array([low, *inner, high])
-        system = np.stack([x, x**3, x**5, signs], axis=1)
-        a, b, c, error = np.linalg.solve(system, np.ones(4))
-        if abs(error - before) <= 1e-15:
-            break
-        before = error
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        inner = np.sqrt((-3 * b + np.array([-root, root])) / (10 * c))
-    return np.array([a, b, c])
 
 
 def fit_coefficients(
@@ -134,7 +31,7 @@ def fit_coefficients(
     steps: int,
     *,
     weights: Any = None,
-    tolerance: float = 0.3,
+    floor: float = 0.1,
     blend: float = 0.02,
 ) -> tuple[Triple, ...]:
     """The schedule with the best cosine similarity to the polar factor.
@@ -143,13 +40,13 @@ def fit_coefficients(
     over matrices of ``sum f(s) / sqrt(n sum f(s)^2)``, the paper's eq. 9, which does
     not see the size of f. Candidates must be safe on all of [0, 1.02]:
 
-    - each step maps [0, 1] into itself, the last into [0, 1 + tolerance];
-    - f(s) > 0, so that the update never turns against its input, and where f has risen
-      to (1 - tolerance) / (1 + tolerance) of its maximum it stays above that;
+    - each step maps [0, 1.02] into [0, 1], the last into [0, 1.3];
+    - f(s) > 0, so that the update never turns against its input, and once f has risen
+      to ``floor`` times its maximum it stays above that;
     - no step raises any value by a larger factor than those near 0.
 
     The registered schedules that comply and minimax ones are improved by BFGS; the
-    result is never worse than they are. Deterministic; takes seconds.
+    result is no worse than they are (to 1e-6). Deterministic; takes seconds.
 
     Args:
       spectrum: singular values, divided by the matrix's Frobenius norm: (n,) for one
@@ -158,14 +55,14 @@ def fit_coefficients(
         Values under 1e-7 of its largest are missing rank and do not count.
       steps: number of triples K.
       weights: how often each value occurs, in the shape of ``spectrum``.
-      tolerance: as above, the paper's epsilon; Keller's triple needs 0.28.
+      floor: as above. A higher one treats the large singular values more evenly and
+        costs reach when K is small; Keller's triple complies up to 0.56.
       blend: share of each spectrum's weight that is spread evenly over log s, down to a
         tenth of its lowest percentile, against other spectra to come.
 
     Returns:
       K triples, a table that only fits ``ns_steps=K``. The last is scaled so that the
-      output comes nearest to the polar factor in the Frobenius norm (below 1 +
-      tolerance).
+      output comes nearest to the polar factor in the Frobenius norm, up to 1.3.
 
     Raises:
       ValueError: singular values that are negative, not finite, above 1 or all zero,
@@ -177,33 +74,35 @@ def fit_coefficients(
     """
     if steps < 1:
         raise ValueError(f"steps must be 1 or more, got {steps}")
-    if not 0 < tolerance < 1 or not 0 <= blend < 1:
-        raise ValueError(f"tolerance {tolerance} or blend {blend} is out of range")
+    if not 0 < floor < 1 or not 0 <= blend < 1:
+        raise ValueError(f"floor {floor} or blend {blend} is out of range")
     values, counts = _collect(spectrum, weights)
     histogram = _histogram(values, counts, blend)
-    floor = (1 - tolerance) / (1 + tolerance)
 
     def loss(x: np.ndarray) -> np.ndarray:
         rows = _rows(x)
         y = _compose(rows, _BINS)
         cosine = np.mean((y @ histogram) / np.sqrt(y**2 @ histogram), axis=-1)
-        missing = _shortfall(rows, _CHECKS, floor + 0.003)
+        missing = _shortfall(rows, _CHECKS, 1.01 * floor)
         return 1e4 * np.mean(missing**2, axis=-1) - cosine
 
-    starts = [_parameters(triples) for triples in _starts(steps)]
+    starts = np.array([_parameters(triples) for triples in _starts(steps)])
+    starts = starts[np.argsort(loss(starts), kind="stable")]
+    ends = np.array([_minimize(loss, x) for x in starts[:6]])
+    candidates = np.concatenate([ends, starts])
     best, best_cosine, scale = None, -math.inf, 1.0
-    for x in starts + [_minimize(loss, x) for x in starts]:
-        rows = _rows(x)
+    for rows in _rows(candidates[np.argsort(loss(candidates), kind="stable")]):
         if np.any(_shortfall(rows, _FINE_CHECKS, floor) > 0):
             continue
         y = _compose(rows, values)
         mean, square = np.sum(counts * y, axis=-1), np.sum(counts * y**2, axis=-1)
         cosine = float(np.mean(mean / np.sqrt(square)))
-        if cosine > best_cosine:
+        if cosine > best_cosine + 1e-6:
             best, best_cosine = rows, cosine
-            scale = min(1 + tolerance, float(np.sum(mean) / np.sum(square)))
+            limit = _LARGEST / np.max(_compose(rows, _FINE_CHECKS))
+            scale = min(limit, float(np.sum(mean) / np.sum(square)))
     if best is None:
-        raise ValueError(f"no schedule keeps to tolerance={tolerance}")
+        raise ValueError(f"no schedule with floor={floor}")
     best[-1] *= scale
     return tuple((float(a), float(b), float(c)) for a, b, c in best)
 
@@ -296,9 +195,9 @@ def _maximum(triple: np.ndarray) -> np.ndarray:
     return np.max(_poly(triple, points), axis=-1)
 
 
-def _poly(triple: np.ndarray, x: Any) -> Any:
-    """a x + b x^3 + c x^5; the triple's leading axes are those of x but for its last."""
-    a, b, c = np.moveaxis(triple[..., None], -2, 0) if np.ndim(x) else triple
+def _poly(triple: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """a x + b x^3 + c x^5, for x of shape (..., n) and triples (..., 3)."""
+    a, b, c = np.moveaxis(triple[..., None], -2, 0)
     return x * (a + x * x * (b + x * x * c))
 
 
@@ -306,14 +205,17 @@ def _compose(rows: np.ndarray, s: np.ndarray) -> np.ndarray:
     """All steps of schedules (..., K, 3) on s; shape (..., *s.shape)."""
     y = s
     for step in range(rows.shape[-2]):
-        y = _poly(rows[..., step, :], y)
+        # Negative values are rejected; they must not overflow before they are.
+        y = np.clip(_poly(rows[..., step, :], y), -1, 1)
     return y
 
 
 def _shortfall(rows: np.ndarray, s: np.ndarray, floor: float) -> np.ndarray:
-    """How far f lies below its floor: 0.7 of its tangent at 0, then a constant."""
+    """How far f lies below ``floor``, or below 0.7 of its tangent at 0, over its top."""
     slope = np.prod(rows[..., 0], axis=-1)[..., None]
-    return np.maximum(np.minimum(floor, 0.7 * slope * s) - _compose(rows, s), 0)
+    y = _compose(rows, s)
+    top = np.max(y, axis=-1, keepdims=True)
+    return np.maximum(np.minimum(floor, 0.7 * slope * s / top) - y / top, 0)
 
 
 def _minimize(loss: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:

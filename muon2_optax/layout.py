@@ -1,32 +1,60 @@
 """How the matrices of a tree run: equal shapes as one batch, on any kind of mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from muon2_optax import polar
+from muon2_optax import exchange, polar
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import Plan
+from muon2_optax.placement import Shardings, placement
 
 
 def orthogonalize_leaves(
+    names: Sequence[str],
     leaves: Sequence[jax.Array],
     axes: Sequence[ResolvedAxes],
     plan: Plan,
     ns_dtype: Any,
+    shardings: Shardings | None,
 ) -> list[jax.Array]:
-    """Orthogonalizes every matrix of every leaf; shapes, dtypes and shardings stay."""
+    """Orthogonalizes every matrix of every leaf; shapes, dtypes and shardings stay.
 
-    def run(*xs: jax.Array) -> list[jax.Array]:
-        blocks = [a.to_blocks(x) for a, x in zip(axes, xs)]
-        flat = [b for leaf in blocks for b in leaf]
-        done = iter(by_shape(flat, plan, ns_dtype))
-        return [a.from_blocks([next(done) for _ in bs]) for a, bs in zip(axes, blocks)]
+    Leaves on a mesh run there, those stored alike together (``exchange``); the others
+    run in place, those of equal matrix shape together.
+    """
+    places = [placement(n, x, shardings) for n, x in zip(names, leaves)]
+    local = [i for i, place in enumerate(places) if place is None]
+    kinds: list[Hashable] = [
+        None if p is None else (exchange.stored(a, p)[0], p.mesh, any(p.dims), x.dtype)
+        for a, p, x in zip(axes, places, leaves)
+    ]
+    results: list[Any] = [None] * len(leaves)
 
-    return automatic(run, leaves)
+    def in_place(*xs: jax.Array) -> list[jax.Array]:
+        blocks = [axes[i].to_blocks(x) for i, x in zip(local, xs)]
+        done = iter(by_shape([b for leaf in blocks for b in leaf], plan, ns_dtype))
+        return [
+            axes[i].from_blocks([next(done) for _ in b]) for i, b in zip(local, blocks)
+        ]
+
+    for i, y in zip(local, automatic(in_place, [leaves[i] for i in local])):
+        results[i] = y
+    for kind in dict.fromkeys(k for k in kinds if k is not None):
+        members = [i for i, k in enumerate(kinds) if k == kind]
+        done = exchange.orthogonalize(
+            [leaves[i] for i in members],
+            [axes[i] for i in members],
+            [p for i in members if (p := places[i]) is not None],
+            plan,
+            ns_dtype,
+        )
+        for i, y in zip(members, done):
+            results[i] = y
+    return results
 
 
 def by_shape(

@@ -6,6 +6,7 @@ import optax
 
 from muon2_optax import coefficients, layout, trees
 from muon2_optax.axes import ResolvedAxes
+from muon2_optax.placement import Shardings
 from muon2_optax.rules import MatrixRules
 
 
@@ -15,6 +16,7 @@ def newton_schulz_orthogonalize(
     *,
     ns_dtype: Any = None,
     rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
 ) -> optax.GradientTransformation:
     """Orthogonalizes each matrix of the updates with K Newton-Schulz steps.
 
@@ -27,6 +29,9 @@ def newton_schulz_orthogonalize(
       ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
         bfloat16 on TPU, float32 on CPU.
       rules: which axes form the matrices; None: ``MatrixRules()``.
+      shardings: where the parameters live, needed on meshes with Auto axes only; see
+        ``Shardings``. With it, or on Explicit axes, matrices that are divided over
+        devices take two all-to-alls per stored shape and no other communication.
 
     Returns:
       A stateless transform. Updates keep shape and dtype.
@@ -46,15 +51,18 @@ def newton_schulz_orthogonalize(
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
-        axes, leaves = [], []
+        names, axes, leaves = [], [], []
 
         def collect(name: str, leaf: Any) -> tuple[Any]:
+            names.append(name)
             axes.append(require_matrix(rules, name, leaf))
             leaves.append(leaf)
             return (leaf,)
 
         trees.map_leaves(collect, updates)
-        done = iter(layout.orthogonalize_leaves(leaves, axes, plan, ns_dtype))
+        done = iter(
+            layout.orthogonalize_leaves(names, leaves, axes, plan, ns_dtype, shardings)
+        )
         return trees.map_leaves(lambda name, leaf: (next(done),), updates)[0]
 
     return optax.stateless(update_fn)

@@ -7,7 +7,7 @@ but the smallest s: an approximation of the polar factor U V^T.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,29 +67,39 @@ def orthogonalize(
     matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any = None
 ) -> list[jax.Array]:
     """Orthogonalizes stacks (..., m, n) of one shape, or of its transpose."""
+    run = functools.partial(run_batch, plan=plan)
+    return list(per_platform(run, matrices, ns_dtype))
+
+
+def per_platform(
+    fn: Callable[..., tuple[jax.Array, ...]], xs: Sequence[jax.Array], ns_dtype: Any
+) -> tuple[jax.Array, ...]:
+    """``fn(*xs, dtype=...)`` with ``ns_dtype``, or the default where it is None.
+
+    The default is that of the platform the program is compiled for, which need not be
+    the process's default backend.
+    """
     dtype = dtypes.canonical("ns_dtype", ns_dtype)
-    source = jnp.result_type(*matrices)
+    source = jnp.result_type(*xs)
     if not jnp.issubdtype(source, jnp.inexact):
         raise ValueError(f"Newton-Schulz needs floating point values, got {source}")
     if jnp.issubdtype(source, jnp.complexfloating) or (
         dtype is None and source == jnp.float64
     ):
         dtype = source
-    run = functools.partial(_run_batch, plan=plan)
     if dtype is not None:
-        return list(run(*matrices, dtype=dtype))
-    return list(
-        jax.lax.platform_dependent(
-            *matrices,
-            cpu=functools.partial(run, dtype=jnp.dtype(jnp.float32)),
-            cuda=functools.partial(run, dtype=jnp.dtype(jnp.float16)),
-            rocm=functools.partial(run, dtype=jnp.dtype(jnp.float16)),
-            default=functools.partial(run, dtype=jnp.dtype(jnp.bfloat16)),
-        )
+        return fn(*xs, dtype=dtype)
+    half, brain, full = map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32))
+    return jax.lax.platform_dependent(
+        *xs,
+        cpu=functools.partial(fn, dtype=full),
+        cuda=functools.partial(fn, dtype=half),
+        rocm=functools.partial(fn, dtype=half),
+        default=functools.partial(fn, dtype=brain),
     )
 
 
-def _run_batch(
+def run_batch(
     *matrices: jax.Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
     """One batch through one iteration: wide side last, 16-bit before stacking."""

@@ -7,6 +7,7 @@ import optax
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import routed
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.placement import Shardings
 from muon2_optax.rescaling import scale_by_output_second_moment, scale_to_rms
 from muon2_optax.rules import MatrixRules
 
@@ -25,6 +26,7 @@ def adamuon(
     rms: float = 0.2,
     nu_dtype: Any = None,
     rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
@@ -67,7 +69,7 @@ def adamuon(
         scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
         optax.scale_by_sign(),
         newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
         ),
         scale_by_output_second_moment(b2, eps, nu_dtype=nu_dtype),
         scale_to_rms(rms, eps, rules=rules),

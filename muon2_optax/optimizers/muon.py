@@ -7,6 +7,7 @@ import optax
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import routed
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.placement import Shardings
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 
@@ -22,6 +23,7 @@ def muon(
     nesterov: bool = True,
     shape_scale: str = "keller",
     rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     dampening: float | None = None,
@@ -65,7 +67,7 @@ def muon(
             b1, nesterov=nesterov, dampening=dampening, mu_dtype=mu_dtype
         ),
         newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
         ),
         scale_by_shape(shape_scale, rules=rules),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),

@@ -7,6 +7,7 @@ import optax
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.optimizers._routed import routed
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.placement import Shardings
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 
@@ -25,6 +26,7 @@ def muon2(
     bias_correction: bool = False,
     shape_scale: str = "spectral",
     rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
@@ -64,6 +66,8 @@ def muon2(
       rules: which leaves are matrices, and along which axes; None: ``MatrixRules()``,
         which sends embeddings, heads, norms, biases and routers to AdamW.
         ``rules.describe(params)`` shows the outcome.
+      shardings: where the parameters live, on meshes with Auto axes; see
+        ``Shardings``.
       weight_decay_mask: tree of bools, or function from parameters to one, as in
         ``optax.add_decayed_weights``; for both groups.
       mu_dtype: dtype of the momenta of both groups; None: the parameters'.
@@ -97,7 +101,7 @@ def muon2(
             nu_dtype=nu_dtype,
         ),
         newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
         ),
         scale_by_shape(shape_scale, rules=rules),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),

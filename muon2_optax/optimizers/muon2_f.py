@@ -7,6 +7,7 @@ import optax
 from muon2_optax.factored import factorized_second_moment
 from muon2_optax.optimizers._routed import routed
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.placement import Shardings
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 
@@ -25,6 +26,7 @@ def muon2_f(
     bias_correction: bool = False,
     shape_scale: str = "spectral",
     rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
@@ -65,7 +67,7 @@ def muon2_f(
             rules=rules,
         ),
         newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
         ),
         scale_by_shape(shape_scale, rules=rules),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),

@@ -7,6 +7,7 @@ import optax
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import routed
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.placement import Shardings
 from muon2_optax.rescaling import keep_norm, scale_by_neuron_second_moment
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -25,6 +26,7 @@ def normuon(
     nesterov: bool = True,
     shape_scale: str = "keller",
     rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
@@ -67,7 +69,7 @@ def normuon(
     matrix = optax.chain(
         scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
         newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
         ),
         keep_norm(scale_by_neuron_second_moment(b2, eps, rules=rules), rules=rules),
         scale_by_shape(shape_scale, rules=rules),

@@ -1,0 +1,100 @@
+"""Where parameters live: mesh and PartitionSpec, as far as tracing knows them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from muon2_optax import trees
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shardings:
+    """The shardings of a parameter tree, by path.
+
+    On a mesh with Explicit axes (what ``jax.make_mesh`` makes) every array's type says
+    how it is sharded, and nothing is needed. On Auto axes tracing cannot see it, and
+    this object tells the optimizer::
+
+        tx = muon2(0.02, shardings=Shardings.of(params))
+
+    Frozen, hashable and not callable, like ``MatrixRules``.
+
+    Attributes:
+      mesh: the mesh of all sharded leaves.
+      specs: ``((path, PartitionSpec), ...)``; a path that is missing is replicated.
+    """
+
+    mesh: Mesh | AbstractMesh
+    specs: tuple[tuple[str, PartitionSpec], ...]
+
+    @classmethod
+    def of(cls, params: Any) -> "Shardings":
+        """Reads the shardings of arrays or of ``jax.ShapeDtypeStruct``s.
+
+        Args:
+          params: tree whose leaves have a ``NamedSharding`` in ``.sharding`` (leaves of
+            other kinds count as replicated), or a tree of ``NamedSharding``s.
+
+        Raises:
+          ValueError: no leaf has a NamedSharding, or two have different meshes.
+        """
+        meshes: dict[Any, str] = {}
+        specs = []
+        for name, leaf in trees.named_leaves(params):
+            sharding = leaf if isinstance(leaf, NamedSharding) else None
+            sharding = getattr(leaf, "sharding", sharding)
+            if isinstance(sharding, NamedSharding):
+                meshes.setdefault(sharding.mesh, name)
+                specs.append((name, sharding.spec))
+        if len(meshes) != 1:
+            found = (
+                "none"
+                if not meshes
+                else ", ".join(f"{n}: {m}" for m, n in meshes.items())
+            )
+            raise ValueError(
+                "Shardings.of needs parameters with NamedShardings on one mesh; found "
+                f"{found}. Place them first, with jax.device_put or out_shardings"
+            )
+        return cls(next(iter(meshes)), tuple(specs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One leaf on a mesh: its spec, and per dimension the axes that do divide it."""
+
+    mesh: Any
+    spec: PartitionSpec
+    dims: tuple[Axes, ...]
+
+
+def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | None:
+    """Where a leaf lives; None where it is whole on one device, or not known.
+
+    Not known are leaves on Auto axes without ``shardings``. Inside ``jax.shard_map``
+    what a leaf shows is local, and whole as far as the optimizer is concerned.
+    """
+    sharding = jax.typeof(x).sharding
+    mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    types = () if mesh is None or mesh.empty else mesh.axis_types
+    if AxisType.Manual in types:
+        return None
+    if types and all(t == AxisType.Explicit for t in types):
+        spec = sharding.spec
+        if not isinstance(x, jax.core.Tracer):
+            mesh = x.sharding.mesh
+    elif shardings is not None:
+        mesh, spec = shardings.mesh, dict(shardings.specs).get(name, PartitionSpec())
+    else:
+        return None
+    if mesh.size == 1:
+        return None
+    entries = tuple(spec) + (None,) * (x.ndim - len(spec))
+    named = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+    # Axes of size 1 divide nothing.
+    dims = tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in named)
+    return Placement(mesh, spec, dims)
