@@ -123,9 +123,9 @@ def test_bpe_and_bfloat16_and_the_default_folder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--steps", "10"]
+    argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--steps", "15"]
     argv += ["--tokenizer", "bpe", "--vocab-size", "300", "--dtype", "bfloat16"]
-    assert main([*argv, "--log-every", "1"]) == 0
+    assert main([*argv, "--log-every", "1", "--warmup-steps", "2"]) == 0
     (run,) = (tmp_path / "runs").iterdir()
     losses = [r["loss"] for r in of_kind(run, "train")]
     assert losses[-1] < losses[0] - 0.3
