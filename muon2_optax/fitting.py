@@ -57,8 +57,9 @@ def fit_coefficients(
       weights: how often each value occurs, in the shape of ``spectrum``.
       floor: as above. A higher one treats the large singular values more evenly and
         costs reach when K is small; Keller's triple complies up to 0.56.
-      blend: share of each spectrum's weight that is spread evenly over log s, down to a
-        tenth of its lowest percentile, against other spectra to come.
+      blend: share of each spectrum's weight that is spread over [0, 1], half of it
+        evenly in s, half in log s from a tenth of the lowest percentile on: in favour
+        of schedules that also serve the spectra to come.
 
     Returns:
       K triples, a table that only fits ``ns_steps=K``. The last is scaled so that the
@@ -88,7 +89,7 @@ def fit_coefficients(
 
     starts = np.array([_parameters(triples) for triples in _starts(steps)])
     starts = starts[np.argsort(loss(starts), kind="stable")]
-    ends = np.array([_minimize(loss, x) for x in starts[:6]])
+    ends = np.array([_minimize(loss, x) for x in starts[:8]])
     candidates = np.concatenate([ends, starts])
     best, best_cosine, scale = None, -math.inf, 1.0
     for rows in _rows(candidates[np.argsort(loss(candidates), kind="stable")]):
@@ -109,28 +110,28 @@ def fit_coefficients(
 
 def _collect(spectrum: Any, weights: Any) -> tuple[np.ndarray, np.ndarray]:
     """The spectra as rows of one array, with weights that add up to 1 in each row."""
-    several = isinstance(spectrum, (list, tuple)) and np.ndim(spectrum[0]) > 0
-    parts = [np.asarray(s, np.float64) for s in (spectrum if several else [spectrum])]
-    given = [np.ones_like(s) for s in parts]
-    if weights is not None:
-        given = [np.asarray(w, np.float64) for w in (weights if several else [weights])]
+    several = isinstance(spectrum, (list, tuple)) and np.ndim([*spectrum, 0][0]) > 0
+
+    def arrays(x: Any) -> list[np.ndarray]:
+        return [np.atleast_1d(np.asarray(a, float)) for a in (x if several else [x])]
+
+    parts = arrays(spectrum)
+    given = [np.ones_like(s) for s in parts] if weights is None else arrays(weights)
     if [w.shape for w in given] != [s.shape for s in parts]:
         raise ValueError("weights must have the shape of the spectrum")
     width = max(s.shape[-1] for s in parts)
 
-    def stack(arrays: list[np.ndarray]) -> np.ndarray:
-        rows = [a.reshape(-1, a.shape[-1]) for a in arrays]
-        return np.concatenate(
-            [np.pad(r, ((0, 0), (0, width - r.shape[-1]))) for r in rows]
-        )
+    def stack(parts: list[np.ndarray]) -> np.ndarray:
+        rows = [a.reshape(-1, a.shape[-1]) for a in parts if a.size]
+        wide = [np.pad(r, ((0, 0), (0, width - r.shape[-1]))) for r in rows]
+        return np.concatenate([*wide, np.zeros((0, width))])
 
     values, counts = stack(parts), stack(given)
     if not np.all((values >= 0) & (values <= 1.001)):
         raise ValueError(
-            "singular values must lie in [0, 1]: divide each matrix's by the root of"
-            " the sum of their squares"
+            "singular values not in [0, 1]: divide by their Frobenius norm"
         )
-    counts = counts * (values > _NOISE * np.max(values, axis=-1, keepdims=True))
+    counts = counts * (values.T > _NOISE * np.max(values, axis=-1, initial=0)).T
     total = np.sum(counts, axis=-1, keepdims=True)
     if not np.all((counts >= 0) & np.isfinite(counts)) or not np.any(total):
         raise ValueError("no singular values above 0, or weights below 0")
@@ -146,13 +147,15 @@ def _histogram(values: np.ndarray, counts: np.ndarray, blend: float) -> np.ndarr
         left = np.minimum(place.astype(int), size - 2)
         column = np.bincount(left, w * (left + 1 - place), size)
         column += np.bincount(left + 1, w * (place - left), size)
-        even = _BINS >= _BINS[np.searchsorted(np.cumsum(column), 0.01)] / 10
-        columns.append((1 - blend) * column + blend * even / np.sum(even))
+        low = _BINS[np.searchsorted(np.cumsum(column), 0.01)] / 10
+        in_log = (_BINS >= low) / np.sum(_BINS >= low)
+        even = (in_log + _BINS / np.sum(_BINS)) / 2
+        columns.append((1 - blend) * column + blend * even)
     return np.stack(columns, axis=1)
 
 
 def _starts(steps: int) -> list[Any]:
-    starts = []
+    starts: list[Any] = []
     for schedule in SCHEDULES.values():
         for rows in (schedule.triples[:steps], schedule.triples[-steps:]):
             rows += rows[-1:] * (steps - len(rows))
@@ -163,7 +166,7 @@ def _starts(steps: int) -> list[Any]:
 
 
 def _parameters(triples: Sequence[Triple]) -> np.ndarray:
-    """Two numbers per step, each step rescaled to map [0, 1.02] onto [0, 1].
+    """Two numbers per step, each step rescaled to map [0, 1] onto [0, 1].
 
     Scaling one step's output and the next one's input cancel, which leaves the ratios
     b / a < 0 and c / a < -b / a / 1.02^2: then p(x) <= a x on [0, 1.02].
@@ -171,27 +174,27 @@ def _parameters(triples: Sequence[Triple]) -> np.ndarray:
     high, x = 1.0, []
     for a, b, c in triples:
         a, b, c = a * high, b * high**3, c * high**5
-        high = float(_maximum(np.array([a, b, c])))
+        high = float(_maximum(np.array([a, b, c]), 1.0))
         fall = max(-b / a, 1e-3)
         x += [math.log(fall), math.log(max(1 - c / a * _TOP**2 / fall, 1e-3))]
     return np.array(x)
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
-    """Inverse of ``_parameters``: (..., 2 K) to triples (..., K, 3)."""
+    """Triples (..., K, 3) from 2 K parameters; each step maps [0, 1.02] onto [0, 1]."""
     fall = np.exp(x[..., ::2])
     c = fall * (1 - np.exp(x[..., 1::2])) / _TOP**2
     triples = np.stack([np.ones_like(c), -fall, c], axis=-1)
-    return triples / _maximum(triples)[..., None]
+    return triples / _maximum(triples, _TOP)[..., None]
 
 
-def _maximum(triple: np.ndarray) -> np.ndarray:
-    """Largest value of a x + b x^3 + c x^5 on [0, 1.02], for a > 0 > b."""
+def _maximum(triple: np.ndarray, high: float) -> np.ndarray:
+    """Largest value of a x + b x^3 + c x^5 on [0, high], for a > 0 > b."""
     a, b, c = np.moveaxis(triple, -1, 0)
     root = np.sqrt(np.maximum(9 * b * b - 20 * a * c, 0))
     # The smaller root of p', which is no maximum where the roots are not real.
-    peak = np.sqrt(np.clip(2 * a / (root - 3 * b), 0, _TOP**2))
-    points = np.stack([peak, np.full_like(peak, _TOP)], axis=-1)
+    peak = np.sqrt(np.clip(2 * a / (root - 3 * b), 0, high**2))
+    points = np.stack([peak, np.full_like(peak, high)], axis=-1)
     return np.max(_poly(triple, points), axis=-1)
 
 
@@ -211,7 +214,7 @@ def _compose(rows: np.ndarray, s: np.ndarray) -> np.ndarray:
 
 
 def _shortfall(rows: np.ndarray, s: np.ndarray, floor: float) -> np.ndarray:
-    """How far f lies below ``floor``, or below 0.7 of its tangent at 0, over its top."""
+    """How far f / max f lies below ``floor`` and below 0.7 of its tangent at 0."""
     slope = np.prod(rows[..., 0], axis=-1)[..., None]
     y = _compose(rows, s)
     top = np.max(y, axis=-1, keepdims=True)

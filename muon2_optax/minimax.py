@@ -67,7 +67,7 @@ def polar_express_coefficients(
 
     >>> schedule = polar_express_coefficients(1e-2, steps=3)
     >>> [round(a, 2) for a, b, c in schedule.triples]
-    [8.24, 4.01, 2.93]
+    [7.94, 3.61, 2.69]
     """
     if not 0 < lower <= upper < math.inf:
         raise ValueError(f"need 0 < lower <= upper < inf, got {lower} and {upper}")

@@ -98,3 +98,30 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
     # Axes of size 1 divide nothing.
     dims = tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in named)
     return Placement(mesh, spec, dims)
+
+
+def beside(params: Any, state: Any) -> Any:
+    """The state, with what lives on no mesh (counters) replicated on the parameters'.
+
+    A jitted step returns its counters on the mesh; were they elsewhere before the first
+    step, the second would compile again. Does nothing while tracing or without a mesh.
+    """
+    meshes = [
+        p.sharding.mesh
+        for p in jax.tree.leaves(params)
+        if _concrete(p) and isinstance(p.sharding, NamedSharding)
+    ]
+    if not meshes:
+        return state
+    replicated = NamedSharding(meshes[0], PartitionSpec())
+
+    def place(x: Any) -> Any:
+        if not _concrete(x) or isinstance(x.sharding, NamedSharding):
+            return x
+        return jax.device_put(x, replicated)
+
+    return jax.tree.map(place, state)
+
+
+def _concrete(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_second_moment
+from muon2_optax.placement import beside
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 
 
@@ -39,8 +40,11 @@ def routed(
     )
     inner = optax.partition({MATRIX: matrix, ADAM: adam}, rules.labels)
 
+    def init_fn(params: optax.Params) -> Any:
+        return beside(params, inner.init(params))
+
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
