@@ -1,8 +1,8 @@
 """Time of the whole optimizer step on one device: update and apply, donated.
 
 ``python -m benchmarks.step --model llama_1b`` measures our optimizers beside
-``optax.contrib.muon``, ``optax.adamw`` and, where torch is there, ``torch.optim.Muon``, in
-one process and in turns, and prints milliseconds and ratios.
+``optax.contrib.muon``, ``optax.adamw`` and, where torch is there, ``torch.optim.Muon``,
+in one process and in turns, and prints milliseconds and ratios.
 """
 
 import argparse
@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", help="comma-separated names")
     parser.add_argument("--commit", help="recorded where git is not there")
-    parser.add_argument("--out", type=pathlib.Path, default=record.RESULTS / "step.jsonl")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=record.RESULTS / "step.jsonl"
+    )
     args = parser.parse_args()
 
     made = contenders(args.model, args.only)
@@ -144,7 +146,7 @@ def main() -> None:
             gc.collect()
         print(f"turn {turn + 1} of {args.turns}", flush=True)
     environment = record.environment(args.commit)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "benchmark": "step",
             "model": args.model,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import dtypes, moments, trees
+from muon2_optax import dtypes, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import require_matrix
 from muon2_optax.rules import MatrixRules
@@ -71,7 +71,7 @@ def factorized_second_moment(
             def leaf(name: str, p: Any) -> jax.Array:
                 # Statistics of zeros rather than zeros: on a mesh they come out with
                 # the reduced sharding that every later update gives them.
-                empty = jnp.zeros_like(p, moments.second_dtype(p))
+                empty = placement.zeros_like(p, moments.second_dtype(p))
                 return _statistics(empty, require_matrix(rules, name, p))[which]
 
             return trees.map_named(leaf, params)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, trees
+from muon2_optax import dtypes, placement, trees
 
 
 class MomentumState(NamedTuple):
@@ -118,7 +118,7 @@ def scale_by_second_moment(
             count=jnp.zeros([], jnp.int32),
             mu=zeros_like(params, mu_dtype),
             nu=jax.tree.map(
-                lambda p: jnp.zeros_like(p, second_dtype(p, nu_dtype)), params
+                lambda p: placement.zeros_like(p, second_dtype(p, nu_dtype)), params
             ),
         )
 
@@ -142,8 +142,8 @@ def scale_by_second_moment(
 
 
 def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
-    """Zeros in the shapes of the parameters; dtype None: in their dtypes too."""
-    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params)
+    """Zeros like the parameters; dtype None: in their dtypes too."""
+    return jax.tree.map(lambda p: placement.zeros_like(p, dtype), params)
 
 
 def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:

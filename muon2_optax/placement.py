@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from muon2_optax import trees
@@ -98,6 +99,18 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
     # Axes of size 1 divide nothing.
     dims = tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in named)
     return Placement(mesh, spec, dims)
+
+
+def zeros_like(p: Any, dtype: Any) -> jax.Array:
+    """``jnp.zeros_like``, divided like p also while tracing on Explicit axes."""
+    sharding = jax.typeof(p).sharding
+    if isinstance(sharding, NamedSharding) and _explicit(sharding):
+        return jnp.zeros(p.shape, dtype or p.dtype, device=sharding)
+    return jnp.zeros_like(p, dtype)
+
+
+def _explicit(sharding: NamedSharding) -> bool:
+    return AxisType.Explicit in sharding.mesh.axis_types
 
 
 def beside(params: Any, state: Any) -> Any:

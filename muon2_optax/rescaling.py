@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, moments, trees
+from muon2_optax import dtypes, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import require_matrix
 from muon2_optax.rules import MatrixRules
@@ -44,7 +44,8 @@ def scale_by_output_second_moment(
     def init_fn(params: optax.Params) -> OutputSecondMomentState:
         return OutputSecondMomentState(
             jax.tree.map(
-                lambda p: jnp.zeros_like(p, moments.second_dtype(p, nu_dtype)), params
+                lambda p: placement.zeros_like(p, moments.second_dtype(p, nu_dtype)),
+                params,
             )
         )
 
@@ -92,7 +93,7 @@ def scale_by_neuron_second_moment(
 
     def init_fn(params: optax.Params) -> OutputSecondMomentState:
         def leaf(name: str, p: Any) -> jax.Array:
-            zeros = jnp.zeros_like(p, moments.second_dtype(p))
+            zeros = placement.zeros_like(p, moments.second_dtype(p))
             return mean_square(zeros, require_matrix(rules, name, p))
 
         return OutputSecondMomentState(trees.map_named(leaf, params))
