@@ -1,5 +1,7 @@
 """The library behind the neutral keywords of ``public_cases``."""
 
+import inspect
+
 import jax
 import optax
 
@@ -61,7 +63,11 @@ def _optimizer(factory, kw, not_applicable):
         assert rms == 0.2
         kw["shape_scale"] = "match_rms"
     if kw.pop("complex_precond", None) is not None:
-        raise not_applicable("one normalization only: Frobenius")
+        raise not_applicable("the other normalizations are schedules of their own")
+    known = inspect.signature(factory).parameters
+    for key in kw.keys() & {"b1", "nesterov", "ns_coeffs", "ns_steps", "shape_scale"}:
+        if key not in known:
+            raise not_applicable(f"{factory.__name__} has no {key}")
     if (layout := kw.pop("layout", None)) is not None:
         factory(**kw)  # refuses unknown keywords at once
         return _lazy(lambda tree: factory(rules=rules_from_layout(layout, tree), **kw))
@@ -75,8 +81,15 @@ def _optimizer(factory, kw, not_applicable):
 def optimizer(name, not_applicable):
     """``make(**neutral keywords)`` for one optimizer of the registry."""
     factory = m2.REGISTRY[name]
+    known = inspect.signature(factory).parameters
 
     def make(**kw):
+        if "eps" in known:
+            kw.setdefault("eps", 0.0)  # scale invariance is claimed for eps=0
+        if "shape_scale" in known and known["shape_scale"].default == "match_rms":
+            # The cases' bounds on singular values are in Keller's units.
+            if "consistent_rms" not in kw:
+                kw.setdefault("shape_scale", "keller")
         return _optimizer(factory, kw, not_applicable)
 
     make.raw = factory

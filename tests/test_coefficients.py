@@ -1,0 +1,157 @@
+"""Which triples a run of K steps uses, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import KELLER, scalar_newton_schulz
+
+import muon2_optax as m2
+from muon2_optax.coefficients import resolve
+
+ROWS = ((3.5, -4.0, 1.5), (3.0, -3.5, 1.2), (2.0, -1.5, 0.5))
+FIRST = m2.Schedule(ROWS)
+LAST = m2.Schedule(ROWS, take="last")
+
+
+def test_keller_is_the_published_triple():
+    schedule = m2.SCHEDULES["keller"]
+    assert schedule.triples == (KELLER,)
+    # Neither a factor nor an epsilon: the result does not depend on the input's size.
+    assert schedule.normalization == m2.Frobenius(factor=1.0, eps=0.0)
+    assert resolve("keller", 3).rows == (KELLER,) * 3
+    assert resolve("keller", 0).rows == ()
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_first_repeats_its_last_triple(steps):
+    want = (*ROWS, ROWS[-1], ROWS[-1])[:steps]
+    plan = resolve(FIRST, steps)
+    assert plan.rows == want
+    assert plan.static
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_last_takes_from_the_end(steps):
+    assert resolve(LAST, steps).rows == ROWS[3 - steps :]
+
+
+def test_last_has_no_continuation():
+    with pytest.raises(ValueError, match="ns_steps=4.*ends after 3.*at most 3"):
+        resolve(LAST, 4)
+
+
+@pytest.mark.parametrize("name", sorted(m2.SCHEDULES))
+def test_every_name(name):
+    schedule = m2.SCHEDULES[name]
+    have = len(schedule.triples)
+    assert resolve(name, have).rows == schedule.triples
+    assert resolve(name, have).normalization == schedule.normalization
+    assert schedule.source
+    hash(schedule)
+
+
+@pytest.mark.parametrize("name", sorted(m2.SCHEDULES))
+def test_full_run_of_every_schedule_brings_singular_values_near_one(name):
+    """A mistyped digit or a wrong order sends some of them elsewhere."""
+    schedule = m2.SCHEDULES[name]
+    steps = max(len(schedule.triples), 12 if name == "quintic" else 5)
+    if schedule.take == "last":
+        steps = len(schedule.triples)
+    s = np.linspace(0.05, 1.0 / getattr(schedule.normalization, "factor", 1.0), 500)
+    mapped = scalar_newton_schulz(s, schedule.rows(steps))
+    # Keller's triple swings within [0.68, 1.14]; no schedule is meant to be wider.
+    assert 0.65 < mapped.min() and mapped.max() < 1.2
+
+
+@pytest.mark.parametrize(
+    "table", [KELLER, list(KELLER), np.array(KELLER), (KELLER,), jnp.asarray(KELLER)]
+)
+def test_one_triple_is_repeated(table):
+    plan = resolve(table, 4)
+    assert len(plan.rows) == 4
+    np.testing.assert_allclose(plan.rows, [KELLER] * 4, rtol=1e-6)  # float32 array
+    assert plan.normalization == m2.Frobenius()
+
+
+@pytest.mark.parametrize("table", [ROWS, [list(r) for r in ROWS], np.array(ROWS)])
+def test_table(table):
+    plan = resolve(table, 3)
+    assert plan.rows == ROWS
+    assert plan.normalization == m2.Frobenius()
+
+
+@pytest.mark.parametrize("steps", [0, 2, 4])
+def test_table_of_another_length_than_the_steps(steps):
+    with pytest.raises(ValueError, match=f"3 rows but ns_steps is {steps}"):
+        resolve(ROWS, steps)
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="unknown ns_coeffs 'kellr'.*'keller'"):
+        resolve("kellr", 3)
+
+
+@pytest.mark.parametrize(
+    "table", [(1.0, 2.0), ((1.0, 2.0),), 3.0, [], np.zeros((2, 2, 3)), np.zeros((3, 4))]
+)
+def test_tables_of_another_shape(table):
+    with pytest.raises(ValueError, match="triple"):
+        resolve(table, 3)
+
+
+@pytest.mark.parametrize("steps", [2.0, "3", None])
+def test_steps_must_be_an_integer(steps):
+    with pytest.raises(ValueError, match="ns_steps must be an integer"):
+        resolve("keller", steps)
+
+
+@pytest.mark.parametrize("coeffs", ["keller", KELLER, FIRST, LAST])
+def test_negative_steps(coeffs):
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        resolve(coeffs, -1)
+
+
+@pytest.mark.parametrize("steps", [3, np.int64(3), jnp.asarray(3)], ids=type)
+def test_integers_of_any_kind_are_static(steps):
+    assert resolve("keller", steps).rows == (KELLER,) * 3
+
+
+def test_schedule_is_a_checked_value():
+    listed = m2.Schedule([list(map(np.float64, r)) for r in ROWS])
+    assert listed == FIRST and hash(listed) == hash(FIRST)
+    assert FIRST != LAST
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FIRST.take = "last"
+    with pytest.raises(ValueError, match="at least one triple"):
+        m2.Schedule(())
+    with pytest.raises(ValueError, match="triple"):
+        m2.Schedule(((1.0, 2.0),))
+    with pytest.raises(ValueError, match="'first' or 'last', got 'middle'"):
+        m2.Schedule(ROWS, take="middle")
+
+
+@pytest.mark.parametrize("schedule", [FIRST, LAST], ids=["first", "last"])
+def test_traced_steps_find_the_same_triples(schedule):
+    """Row min(i, L - 1) of the table serves step i, for every K at run time."""
+
+    @jax.jit
+    def rows(steps):
+        plan = resolve(schedule, steps)
+        assert not plan.static
+        last = plan.rows.shape[0] - 1
+        return jnp.stack([plan.rows[min(i, last)] for i in range(5)])
+
+    for steps in range(4 if schedule is LAST else 6):
+        want = np.reshape(schedule.rows(steps), (-1, 3))
+        np.testing.assert_allclose(rows(steps)[:steps], want, rtol=1e-6)
+
+
+def test_optimizers_refuse_bad_coefficients_when_built():
+    for build in (m2.muon, m2.muon2, m2.muon2_f):
+        with pytest.raises(ValueError, match="unknown ns_coeffs"):
+            build(0.1, ns_coeffs="kellr")
+        with pytest.raises(ValueError, match="2 rows but ns_steps is 3"):
+            build(0.1, ns_coeffs=ROWS[:2], ns_steps=3)
