@@ -31,15 +31,21 @@ from benchmarks.sharded import collectives, compile_step  # noqa: E402
 
 
 def abstract(model: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Parameters as a pod holds them: inputs over fsdp, outputs over tensor."""
-    rules = {2: ("fsdp", "tensor"), 3: ("expert", "fsdp", "tensor")}
+    """Parameters as a pod holds them: inputs over fsdp, outputs over tensor.
+
+    Where fsdp does not divide the inputs it goes to the outputs, as trainers do.
+    """
     params = {}
     for name, shape in models.leaves(model).items():
-        axes = [a if a in mesh.shape else None for a in rules[len(shape)]]
-        # A dimension that the axis does not divide stays whole.
-        axes = [
-            a if a and n % mesh.shape[a] == 0 else None for a, n in zip(axes, shape)
-        ]
+        axes: list[Any] = [None] * len(shape)
+        if len(shape) == 3 and "expert" in mesh.shape:
+            axes[0] = "expert"
+        for axis, order in (("fsdp", (-2, -1)), ("tensor", (-1, -2))):
+            for dim in order:
+                size = mesh.shape.get(axis, 1)
+                if size > 1 and axes[dim] is None and shape[dim] % size == 0:
+                    axes[dim] = axis
+                    break
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
         params[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     return params

@@ -189,15 +189,33 @@ def _gathered(
 
 
 def _shared_out(x: jax.Array, mesh: Any, dtype: jnp.dtype, iterate: Any) -> jax.Array:
-    """Each device iterates its share of replicated matrices; one all-gather returns."""
+    """Each device iterates its share of replicated matrices; all get all results."""
     names = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
-    devices = _size(mesh, names)
-    share = -(-len(x) // devices)
-    padded = jnp.pad(x, [(0, devices * share - len(x))] + [(0, 0)] * (x.ndim - 1))
+    devices, count = _size(mesh, names), len(x)
+    share = -(-count // devices)
+    padded = jnp.pad(x, [(0, devices * share - count)] + [(0, 0)] * (x.ndim - 1))
     mine = jax.lax.axis_index(names) * share
     done = iterate(jax.lax.dynamic_slice_in_dim(padded, mine, share))
-    bits = jax.lax.all_gather(_bits(done.astype(dtype)), names, tiled=True)
-    return _values(bits, dtype)[: len(x)]
+    bits = _bits(done.astype(dtype)).reshape(share, -1)
+    if count >= devices:
+        bits = jax.lax.all_gather(bits, names, tiled=True)[:count]
+    else:
+        bits = _broadcast_first(bits[0], count, devices, names)
+    return _values(bits, dtype).reshape(x.shape)
+
+
+def _broadcast_first(
+    row: jax.Array, count: int, devices: int, names: Axes
+) -> jax.Array:
+    """Rows (count, size) of the first ``count`` devices, on all.
+
+    Gathering the rows of all devices would move those that nobody needs. Each row is
+    first spread over the devices, so that every link carries count rows and one more.
+    """
+    spread = jnp.pad(row, (0, -row.size % devices)).reshape(devices, -1)
+    pieces = jax.lax.all_to_all(spread, names, 0, 0, tiled=True)[:count]
+    rows = jax.lax.all_gather(pieces, names, axis=1)
+    return rows.reshape(count, -1)[:, : row.size]
 
 
 def _assembled(x: jax.Array, kind: Stored, mesh: Any) -> jax.Array:

@@ -40,20 +40,20 @@ def scalar_map(ns_coeffs: Any, ns_steps: int | jax.Array, s: Any) -> jax.Array:
     """
     plan = coefficients.resolve(ns_coeffs, ns_steps)
     s = jnp.asarray(s, dtypes.compute_dtype(jnp.result_type(s)))
-
-    def step(row: Any, s: jax.Array) -> jax.Array:
-        square = s * s
-        return s * (row[0] + square * (row[1] + square * row[2]))
-
     if plan.static:
         for row in plan.rows:
-            s = step(row, s)
+            s = _step(row, s)
         return s
     table = jnp.asarray(plan.rows, s.dtype)
     last = table.shape[0] - 1
     return jax.lax.fori_loop(
-        0, plan.steps, lambda i, s: step(table[jnp.minimum(i, last)], s), s
+        0, plan.steps, lambda i, s: _step(table[jnp.minimum(i, last)], s), s
     )
+
+
+def _step(row: Any, s: jax.Array) -> jax.Array:
+    square = s * s
+    return s * (row[0] + square * (row[1] + square * row[2]))
 
 
 def convergence_zones(
@@ -93,7 +93,7 @@ def convergence_zones(
         return jnp.where(found, high, jnp.inf)
 
     dead = border(lambda s: scalar_map(ns_coeffs, ns_steps, s))
-    return Zones(dead, jnp.maximum(dead, border(lambda s: scalar_map(first, 1, s))))
+    return Zones(dead, jnp.maximum(dead, border(lambda s: _step(first, s))))
 
 
 def zone_fractions(singular_values: jax.Array, zones: Zones) -> ZoneFractions:

@@ -138,6 +138,12 @@ CASES = {
         {"all-gather": 1},
     ),
     "replicated": (many(16, "w", (64, 128), P()), (8,), "x", {"all-gather": 1}),
+    "fewer replicated than devices": (
+        many(3, "w", (64, 128), P()),
+        (8,),
+        "x",
+        {"all-to-all": 1, "all-gather": 1},
+    ),
     "dimension that does not divide": ({"w": ((10, 12), P())}, (8,), "x", {}),
     "two shapes": (
         many(8, "a", (64, 64), P("x", None)) | many(8, "b", (64, 128), P("x", None)),
