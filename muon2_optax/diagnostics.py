@@ -1,8 +1,9 @@
 """What enters and leaves the orthogonalization of an optimizer that runs.
 
-``orthogonalization_report`` reads it from the optimizer's state. The functions that it
-applies are public too: spectra, ranks and cosine similarity of any matrices, scalar
-maps and convergence zones of any schedule.
+``orthogonalization_report`` reads it from the optimizer's state. Call it under
+``jax.jit``, since outside every call compiles again. The functions that it applies are
+public too: spectra, ranks and cosine similarity of any matrices, scalar maps and
+convergence zones of any schedule.
 """
 
 from collections.abc import Callable
