@@ -1,11 +1,16 @@
 """Muon^2 and its relatives as composable Optax gradient transformations."""
 
+from muon2_optax import diagnostics as diagnostics
 from muon2_optax.axes import MatrixAxes as MatrixAxes
 from muon2_optax.coefficients import AOL as AOL
 from muon2_optax.coefficients import SCHEDULES as SCHEDULES
 from muon2_optax.coefficients import Frobenius as Frobenius
 from muon2_optax.coefficients import Schedule as Schedule
 from muon2_optax.factored import factorized_second_moment as factorized_second_moment
+from muon2_optax.fitting import fit_coefficients as fit_coefficients
+from muon2_optax.fitting import (
+    polar_express_coefficients as polar_express_coefficients,
+)
 from muon2_optax.grids import in_blocks as in_blocks
 from muon2_optax.grids import periodically as periodically
 from muon2_optax.joint import orthogonalize_jointly as orthogonalize_jointly

@@ -162,7 +162,7 @@ def _inputs(state: Any, rules: MatrixRules, eps: Any) -> list[tuple[str, jax.Arr
         if len(second) == 1:
             m = m / moments.divisor(jnp.sqrt(second[0]), eps)
         elif second:
-            root = factored._root_of_outer(second[0], second[1], axes)
+            root = factored.root_of_outer(second[0], second[1], axes)
             m = m / moments.divisor(root, eps)
         several = len(axes.splits) > 1
         for i, block in enumerate(axes.to_blocks(m)):

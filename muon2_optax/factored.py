@@ -98,7 +98,7 @@ def factorized_second_moment(
             new_row, new_col = _statistics(moments.square(g), axes)
             r = moments.average(row, new_row, b2)
             c = moments.average(col, new_col, b2)
-            root = jnp.sqrt(nu_scale) * _root_of_outer(r, c, axes)
+            root = jnp.sqrt(nu_scale) * root_of_outer(r, c, axes)
             update = mu_scale * numerator / moments.divisor(root, eps)
             states = (m.astype(mu.dtype), r.astype(row.dtype), c.astype(col.dtype))
             return update.astype(g.dtype), *states
@@ -122,7 +122,7 @@ def _statistics(square: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.A
     return jnp.stack(rows, axis=-1), col
 
 
-def _root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:
+def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:
     """sqrt(r c^T / mean(r)), broadcastable to the parameter, without 0/0 or r c^T.
 
     The product of r and c would leave the range long before its root does.

@@ -104,13 +104,13 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
 def zeros_like(p: Any, dtype: Any) -> jax.Array:
     """``jnp.zeros_like``, divided like p also while tracing on Explicit axes."""
     sharding = jax.typeof(p).sharding
-    if isinstance(sharding, NamedSharding) and _explicit(sharding):
+    if (
+        isinstance(p, jax.core.Tracer)
+        and isinstance(sharding, NamedSharding)
+        and AxisType.Explicit in sharding.mesh.axis_types
+    ):
         return jnp.zeros(p.shape, dtype or p.dtype, device=sharding)
     return jnp.zeros_like(p, dtype)
-
-
-def _explicit(sharding: NamedSharding) -> bool:
-    return AxisType.Explicit in sharding.mesh.axis_types
 
 
 def beside(params: Any, state: Any) -> Any:

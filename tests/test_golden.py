@@ -5,6 +5,7 @@ orthogonalization out), with the hyperparameters as JSON. A method is one entry 
 ``TRAJECTORIES`` or ``ORTHOGONALIZERS``.
 """
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from reference import relative_error
 
@@ -19,10 +21,14 @@ import muon2_optax as m2
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.npz"))
 
-# The published Muon adds 1e-7 to the norm; it shows in the files named "tiny".
-PUBLISHED_KELLER = m2.Schedule(
-    m2.SCHEDULES["keller"].triples, normalization=m2.Frobenius(eps=1e-7)
-)
+
+def _published(name, normalization):
+    """A schedule with the epsilon of the published code; "tiny" files show it."""
+    return dataclasses.replace(m2.SCHEDULES[name], normalization=normalization)
+
+
+PUBLISHED_KELLER = _published("keller", m2.Frobenius(eps=1e-7))
+PUBLISHED_POLAR_EXPRESS = _published("polar_express", m2.Frobenius(1.01, eps=1e-7))
 ONE_MATRIX = m2.MatrixRules(((r"^w$", m2.MatrixAxes(-2, -1)),))
 
 
@@ -38,6 +44,49 @@ def _muon2_f(beta1, beta2, **kw):
     return m2.muon2_f(b1=beta1, b2=beta2, rules=ONE_MATRIX, **kw)
 
 
+def _polar_express(momentum, **kw):
+    return m2.muon(
+        b1=momentum, ns_coeffs=PUBLISHED_POLAR_EXPRESS, rules=ONE_MATRIX, **kw
+    )
+
+
+def _turbo(momentum, aol_eps, **kw):
+    schedule = _published("turbo", m2.AOL(eps=aol_eps))
+    return m2.muon(b1=momentum, ns_coeffs=schedule, rules=ONE_MATRIX, **kw)
+
+
+def _moonlight(momentum, **kw):
+    return _muon(momentum, dampening=0.0, shape_scale="match_rms", **kw)
+
+
+def _torch(momentum, ns_coefficients, ns_eps, **kw):
+    schedule = m2.Schedule(
+        (tuple(ns_coefficients),), normalization=m2.Frobenius(floor=ns_eps)
+    )
+    return m2.muon(b1=momentum, ns_coeffs=schedule, rules=ONE_MATRIX, **kw)
+
+
+def _torch_match_rms(**kw):
+    return _torch(shape_scale="match_rms", **kw)
+
+
+def _normuon(momentum, beta2, **kw):
+    return m2.normuon(
+        b1=momentum, b2=beta2, ns_coeffs=PUBLISHED_KELLER, rules=ONE_MATRIX, **kw
+    )
+
+
+def _adamuon(momentum, **kw):
+    return m2.adamuon(
+        b1=momentum, b2=momentum, ns_coeffs=PUBLISHED_KELLER, rules=ONE_MATRIX, **kw
+    )
+
+
+def _dion(mu, q_rows, power_iters=1, **kw):
+    assert q_rows in ("fan_in", "fan_out") and power_iters == 1
+    return m2.dion(b1=mu, rules=ONE_MATRIX, **kw)
+
+
 # method -> optimizer from the file's hyperparameters (every one must be used)
 TRAJECTORIES = {
     "muon_keller": _muon,
@@ -46,11 +95,34 @@ TRAJECTORIES = {
     "muon2_k5": _muon2,
     "muon2f_k3": _muon2_f,
     "muon2f_k5": _muon2_f,
+    "muon_polar_express": _polar_express,
+    "turbo_muon": _turbo,
+    "moonlight": _moonlight,
+    "torch_muon_original": _torch,
+    "torch_muon_match_rms": _torch_match_rms,
+    "normuon": _normuon,
+    "adamuon": _adamuon,
+    "dion": _dion,
+    # The reference without the transposed branch: the first Q says which side it is on.
+    "dion_simple": _dion,
 }
 
 # method -> function of (x, steps, **the file's other hyperparameters)
 ORTHOGONALIZERS = {
     "orth_keller": lambda x, steps: m2.newton_schulz(x, steps, PUBLISHED_KELLER),
+    "orth_polar_express": lambda x, steps, **_: m2.newton_schulz(
+        x, steps, PUBLISHED_POLAR_EXPRESS
+    ),
+    "orth_polar_express_generated": lambda x, steps, coefficients, **_: (
+        m2.newton_schulz(
+            x,
+            steps,
+            m2.Schedule(coefficients, normalization=m2.Frobenius(1.01, eps=1e-7)),
+        )
+    ),
+    "orth_turbo_aol": lambda x, steps, aol_eps: m2.newton_schulz(
+        x, steps, _published("turbo", m2.AOL(eps=aol_eps))
+    ),
 }
 
 
@@ -81,6 +153,9 @@ def _replay(path, dtype):
     init, update = _optimizer(meta["method"], json.dumps(hyperparams))
     params = {"w": jnp.asarray(data["params0"], dtype)}
     state = init(params)
+    if "q0" in data.files:  # Dion starts from a random Q, of which the file has one
+        q0 = {"w": jnp.asarray(data["q0"], dtype)}
+        state = optax.tree.set(state, q=q0)
     errors = []
     for grad, want in zip(data["grads"], data["update"], strict=True):
         step, state = update({"w": jnp.asarray(grad, dtype)}, state, params)
