@@ -124,6 +124,7 @@ def train(setup: Setup, plan: optim.Plan, report: Report) -> Result:
     return Result(
         optimizer=plan.name,
         ns_steps=plan.ns_steps,
+        nesterov=plan.nesterov,
         learning_rate=plan.learning_rate,
         adam_learning_rate=plan.adam_learning_rate,
         val_loss=val_loss,

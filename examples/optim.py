@@ -74,6 +74,7 @@ class Plan:
     learning_rate: float
     adam_learning_rate: float | None
     ns_steps: int | None
+    nesterov: bool | None
     transform: optax.GradientTransformation
     schedule: optax.Schedule
 
@@ -128,13 +129,22 @@ def _plan(name: str, config: OptimConfig, steps: int) -> Plan:
         optimizer = factory(shaped(peak), **keywords)
     except (TypeError, ValueError) as error:
         raise UserError(f"--optimizer {name}: {error}") from None
-    if "ns_steps" in parameters:
-        ns_steps = keywords.get("ns_steps", parameters["ns_steps"].default)
-    else:
-        ns_steps = None
+
+    def used(key: str) -> Any:
+        """The value of an argument, given or default; None where there is no such."""
+        return keywords.get(key, parameters[key].default) if key in parameters else None
+
     clip = optax.clip_by_global_norm(config.clip_norm or math.inf)
     transform = optax.chain(clip, optimizer)
-    return Plan(name, peak, adam_peak, ns_steps, transform, shaped(peak))
+    return Plan(
+        name=name,
+        learning_rate=peak,
+        adam_learning_rate=adam_peak,
+        ns_steps=used("ns_steps"),
+        nesterov=used("nesterov"),
+        transform=transform,
+        schedule=shaped(peak),
+    )
 
 
 def plans(config: OptimConfig, steps: int) -> list[Plan]:

@@ -31,6 +31,7 @@ class Result:
 
     optimizer: str
     ns_steps: int | None
+    nesterov: bool | None
     learning_rate: float
     adam_learning_rate: float | None
     val_loss: float
@@ -188,8 +189,17 @@ class Report:
     def table(self, results: list[Result], figure: Path, seconds: float) -> None:
         """The closing table, and where the files are."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("optimizer")
-        heads = ("K", "learning rate", "val loss", "ppl", "bits/byte", "tok/s", "s")
+        table.add_column("optimizer", no_wrap=True)
+        heads = (
+            "K",
+            "nesterov",
+            "learning rate",
+            "val loss",
+            "ppl",
+            "bits/byte",
+            "tok/s",
+            "s",
+        )
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
         best = min(result.val_loss for result in results)
@@ -197,6 +207,7 @@ class Report:
             table.add_row(
                 r.optimizer,
                 "-" if r.ns_steps is None else str(r.ns_steps),
+                {None: "-", True: "yes", False: "no"}[r.nesterov],
                 f"{r.learning_rate:g}",
                 f"{r.val_loss:.4f}",
                 f"{r.perplexity:.3f}",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon2_optax import coefficients, dtypes
+from muon2_optax import coefficients, dtypes, hopper
 from muon2_optax.coefficients import AOL, Normalization, Plan
 
 # From this ratio of the sides on, iterating on the small Gram matrix takes fewer
@@ -88,12 +88,17 @@ def per_platform(
     ):
         dtype = source
     if dtype is not None:
-        return fn(*xs, dtype=dtype)
+        fixed = functools.partial(fn, dtype=dtype)
+        if not hopper.available():
+            return fixed(*xs)
+        return jax.lax.platform_dependent(
+            *xs, cuda=hopper.for_cuda(fixed), default=fixed
+        )
     half, brain, full = map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32))
     return jax.lax.platform_dependent(
         *xs,
         cpu=functools.partial(fn, dtype=full),
-        cuda=functools.partial(fn, dtype=half),
+        cuda=hopper.for_cuda(functools.partial(fn, dtype=half)),
         rocm=functools.partial(fn, dtype=half),
         default=functools.partial(fn, dtype=brain),
     )
@@ -104,17 +109,23 @@ def run_batch(
 ) -> tuple[jax.Array, ...]:
     """One batch through one iteration: wide side last, 16-bit before stacking."""
     ready, floors, restore = [], [], []
+    count = sum(math.prod(x.shape[:-2]) for x in matrices)
+    m, n = sorted(matrices[0].shape[-2:])
+    size = hopper.chunk_size(count, (m, n), plan, dtype)
+    gain = 1.0 if size is None else hopper.gain(plan.rows)
     for x in matrices:
         # One-sided scaling of a square matrix acts on its outputs.
         square = x.shape[-2] == x.shape[-1]
         one_sided = isinstance(plan.normalization, AOL)
         tall = x.shape[-2] > x.shape[-1] or (square and one_sided)
         y, floor = normalize(x, plan.normalization)
-        y = y.astype(dtype)
+        y = (y if size is None else gain * y).astype(dtype)
         ready.append(adjoint(y) if tall else y)
         floors.append(floor)
         restore.append((x, tall))
-    if len(ready) == 1:
+    if size is not None:
+        outputs = hopper.run(ready, _chunks(plan, m, n, dtype), size)
+    elif len(ready) == 1:
         outputs = [iterate(ready[0], floors[0], plan)]
     else:
         stack = jnp.concatenate([y.reshape(-1, *y.shape[-2:]) for y in ready])
@@ -161,9 +172,7 @@ def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
         x, gram = _almost_orthogonal(x, floor)
     if not plan.static:
         return _dynamic(x, plan)
-    # bfloat16 keeps 8 bits: accumulating the factor loses more than it saves there.
-    wide = n >= GRAM_ASPECT * m and x.dtype != jnp.bfloat16
-    for chunk in _gram_chunks(plan.rows) if wide else [[row] for row in plan.rows]:
+    for chunk in _chunks(plan, m, n, x.dtype):
         gram = _product(x, adjoint(x)) if gram is None else gram
         x = _step(x, gram, *chunk[0]) if len(chunk) == 1 else _gram(x, gram, chunk)
         gram = None
@@ -178,6 +187,13 @@ def _almost_orthogonal(x: jax.Array, floor: jax.Array) -> tuple[jax.Array, jax.A
     scale = 1 / jnp.sqrt(jnp.where(total == 0, 1, total))
     gram = scale * gram * jnp.swapaxes(scale, -1, -2)
     return (scale * x.astype(wide)).astype(x.dtype), gram.astype(x.dtype)
+
+
+def _chunks(plan: Plan, m: int, n: int, dtype: jnp.dtype) -> list[list[Any]]:
+    """The steps, in runs that go through one Gram matrix."""
+    # bfloat16 keeps 8 bits: accumulating the factor loses more than it saves there.
+    wide = n >= GRAM_ASPECT * m and dtype != jnp.bfloat16
+    return _gram_chunks(plan.rows) if wide else [[row] for row in plan.rows]
 
 
 def _gram_chunks(rows: Sequence[Any]) -> list[list[Any]]:

@@ -57,7 +57,7 @@ def product(
     """``alpha A B^T + sum of beta C``, symmetric, for stacks of 16-bit matrices.
 
     Args:
-      a: (L, m, k), float16 or bfloat16.
+      a: (L, m, k), float16 or bfloat16, k a multiple of 64.
       b: (L, m, k); A B^T must be symmetric.
       *addends: pairs (beta, C) with C symmetric, (L, m, m).
       alpha: factor of the product.
@@ -67,21 +67,24 @@ def product(
     Returns:
       (L, m, m) in the dtype of ``a``; accumulated, scaled and added in float32.
     """
+    tiles = tiles or Tiles()
+    if a.shape[1] % tiles.side or a.shape[2] % tiles.depth or b.shape != a.shape:
+        raise ValueError(f"no tiles {tiles} for {a.shape} and {b.shape}")
+    # The factors are an operand: one compiled kernel serves every step of a schedule.
+    factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
+    return _product(factors, a, b, *(c for _, c in addends), tiles=tiles, how=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("tiles", "how"))
+def _product(
+    factors: jax.Array, *operands: jax.Array, tiles: Tiles, how: Any
+) -> jax.Array:
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    tiles = tiles or Tiles()
-    stack, m, k = a.shape
-    if m % tiles.side or b.shape != a.shape:
-        raise ValueError(f"no tiles of {tiles.side} for {a.shape} and {b.shape}")
+    stack, m, _ = operands[0].shape
     kernel = plgpu.kernel(
-        functools.partial(
-            _kernel,
-            tiles=tiles,
-            stack=stack,
-            alpha=alpha,
-            betas=[beta for beta, _ in addends],
-        ),
-        out_type=jax.ShapeDtypeStruct((stack * m, m), a.dtype),
+        functools.partial(_kernel, tiles=tiles, stack=stack),
+        out_type=jax.ShapeDtypeStruct((stack * m, m), operands[0].dtype),
         grid=(_processors() // tiles.cluster,),
         grid_names=("clusters",),
         cluster=(tiles.cluster,),
@@ -92,10 +95,11 @@ def product(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-        **({} if interpret is None else {"interpret": interpret}),
+        **({} if how is None else {"interpret": how}),
     )
-    flat = [x.reshape(stack * m, -1) for x in (a, b, *(c for _, c in addends))]
-    return kernel(*flat).reshape(stack, m, m)
+    return kernel(factors, *(x.reshape(stack * m, -1) for x in operands)).reshape(
+        stack, m, m
+    )
 
 
 def _processors() -> int:
@@ -119,15 +123,7 @@ def _triangle(index: Any, count: int) -> tuple[Any, Any]:
     )
 
 
-def _kernel(
-    a_hbm: Any,
-    b_hbm: Any,
-    *rest: Any,
-    tiles: Tiles,
-    stack: int,
-    alpha: float,
-    betas: Sequence[float],
-) -> None:
+def _kernel(factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Any, stack: int):
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -153,7 +149,7 @@ def _kernel(
         shared = ("part",) if tiles.cluster > 1 else ()
         return plgpu.emit_pipeline_warp_specialized(
             body,
-            grid=(pl.cdiv(k, tiles.depth),),
+            grid=(k // tiles.depth,),
             memory_registers=40,
             in_specs=[
                 spec((tiles.rows, tiles.depth)),
@@ -166,32 +162,34 @@ def _kernel(
         )
 
     def scope(allocations: Any, blocks: Any, mirrors: Any, arrived: Any) -> None:
+        buffers = [x.at[group] for x in (blocks, mirrors)] + [arrived]
+
         @plgpu.nd_loop((stack * squares,), collective_axes="clusters")
         def _(loop: Any) -> None:
             (index,) = loop.index
-            member = lax.div(index, squares)
+            base = lax.div(index, squares) * m
             i, j = _triangle(lax.rem(index, squares), count)
-            top = i * tiles.side + part * tiles.rows
-            left = j * tiles.side
-            base = member * m
+            top, left = i * tiles.side + part * tiles.rows, j * tiles.side
 
             def context(multiply: Any) -> None:
+                place = (
+                    base,
+                    top + (group * rows if by_rows else 0),
+                    left + (0 if by_rows else group * columns),
+                )
+
                 def finish(acc: Any) -> None:
+                    epilogue = _Epilogue(
+                        factors, c_hbm, out_hbm, *buffers, group, place, (rows, columns)
+                    )
+                    epilogue.start()
                     multiply(acc)
-                    value = acc[...]
-                    _store(
-                        plgpu, pl, value, alpha, betas, c_hbm, out_hbm, blocks,
-                        mirrors, arrived, group, base,
-                        top + (group * rows if by_rows else 0),
-                        left + (0 if by_rows else group * columns),
-                        i != j,
-                    )  # fmt: skip
+                    epilogue.store(acc[...], i != j)
 
                 pl.run_scoped(finish, plgpu.ACC((rows, columns), jnp.float32))
 
             def body(_: Any, a: Any, b: Any, acc: Any) -> Any:
-                a = a.at[mine] if by_rows else a
-                b = b if by_rows else b.at[mine]
+                a, b = (a.at[mine], b) if by_rows else (a, b.at[mine])
                 plgpu.wgmma(acc, a, b.T)
                 plgpu.wgmma_wait(tiles.delay)
                 return acc
@@ -204,69 +202,101 @@ def _kernel(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    ignore = lambda *_: None  # noqa: E731
+    addends = max(1, len(c_hbm))
     pl.run_scoped(
         scope,
-        allocations=pipeline(ignore, ignore).get_allocations(a_hbm, b_hbm),
+        allocations=pipeline(_ignore, _ignore).get_allocations(a_hbm, b_hbm),
         blocks=plgpu.SMEM(
-            (2, 2, max(1, len(c_hbm)), BLOCK, BLOCK), out_hbm.dtype, transforms=swizzled
+            (2, 2, addends, BLOCK, BLOCK), out_hbm.dtype, transforms=swizzled
         ),
         mirrors=plgpu.SMEM((2, BLOCK, BLOCK), out_hbm.dtype, transforms=swizzled),
-        arrived=plgpu.Barrier(num_arrivals=max(1, len(c_hbm)), num_barriers=4),
+        arrived=plgpu.Barrier(num_arrivals=addends, num_barriers=4),
         collective_axes="group",
     )
 
 
-def _store(
-    plgpu: Any, pl: Any, value: Any, alpha: Any, betas: Any, c_hbm: Any, out_hbm: Any,
-    blocks: Any, mirrors: Any, arrived: Any, group: Any, base: Any, top: Any, left: Any,
-    off_diagonal: Any,
-) -> None:  # fmt: skip
-    rows, columns = value.shape
-    pieces = [(r, c) for r in range(0, rows, BLOCK) for c in range(0, columns, BLOCK)]
+def _ignore(*_: Any) -> None:
+    """Stands for the bodies where only a pipeline's buffers are asked for."""
 
-    def fetch(n: int) -> None:
-        r, c = pieces[n]
-        for which, source in enumerate(c_hbm):
+
+@dataclasses.dataclass
+class _Epilogue:
+    """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks."""
+
+    factors: Any
+    c_hbm: Sequence[Any]
+    out_hbm: Any
+    blocks: Any
+    mirror: Any
+    arrived: Any
+    group: Any
+    place: tuple[Any, Any, Any]
+    shape: tuple[int, int]
+
+    def _at(self, n: int) -> tuple[Any, Any]:
+        """Row and column in its matrix of the n-th block."""
+        row, column = divmod(n, self.shape[1] // BLOCK)
+        return self.place[1] + row * BLOCK, self.place[2] + column * BLOCK
+
+    def _window(self, hbm: Any, row: Any, column: Any) -> Any:
+        import jax.experimental.pallas as pl
+
+        return hbm.at[pl.ds(self.place[0] + row, BLOCK), pl.ds(column, BLOCK)]
+
+    def _fetch(self, n: int) -> None:
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        for which, source in enumerate(self.c_hbm):
             plgpu.copy_gmem_to_smem(
-                source.at[pl.ds(base + top + r, BLOCK), pl.ds(left + c, BLOCK)],
-                blocks.at[group, n % 2, which],
-                arrived.at[group * 2 + n % 2],
+                self._window(source, *self._at(n)),
+                self.blocks.at[n % 2, which],
+                self.arrived.at[self.group * 2 + n % 2],
             )
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if betas:
-        fetch(0)
-        fetch(1)
-    for n, (r, c) in enumerate(pieces):
-        piece = value[r : r + BLOCK, c : c + BLOCK]
-        if alpha != 1:
-            piece = piece * alpha
-        if betas:
-            plgpu.barrier_wait(arrived.at[group * 2 + n % 2])
-            for which, beta in enumerate(betas):
-                addend = blocks[group, n % 2, which].astype(jnp.float32)
-                piece = piece + (addend if beta == 1 else beta * addend)
-        piece = piece.astype(out_hbm.dtype)
-        # The mirror has one buffer; the last block's copies must have left it.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if betas and n > 0 and n + 1 < len(pieces):
-            fetch(n + 1)
-        blocks[group, n % 2, 0] = piece
-        mirrors.at[group].T[...] = piece
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            blocks.at[group, n % 2, 0],
-            out_hbm.at[pl.ds(base + top + r, BLOCK), pl.ds(left + c, BLOCK)],
-            commit_group=False,
-        )
+    def start(self) -> None:
+        """Asks for the first addends; they arrive while the tile is multiplied."""
+        import jax.experimental.pallas.mosaic_gpu as plgpu
 
-        @pl.when(off_diagonal)
-        def _() -> None:
+        if self.c_hbm:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._fetch(0)
+            self._fetch(1)
+
+    def store(self, value: Any, off_diagonal: Any) -> None:
+        import jax.experimental.pallas as pl
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        blocks = self.shape[0] * self.shape[1] // BLOCK**2
+        for n in range(blocks):
+            row, column = divmod(n * BLOCK, self.shape[1])
+            row *= BLOCK
+            piece = value[row : row + BLOCK, column : column + BLOCK] * self.factors[0]
+            if self.c_hbm:
+                plgpu.barrier_wait(self.arrived.at[self.group * 2 + n % 2])
+            for which in range(len(self.c_hbm)):
+                addend = self.blocks[n % 2, which].astype(jnp.float32)
+                piece = piece + self.factors[1 + which] * addend
+            piece = piece.astype(self.out_hbm.dtype)
+            # There is one buffer for mirrors: the last block must have left it.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if self.c_hbm and 0 < n < blocks - 1:
+                self._fetch(n + 1)
+            self.blocks[n % 2, 0] = piece
+            self.mirror.T[...] = piece
+            plgpu.commit_smem()
+            row, column = self._at(n)
             plgpu.copy_smem_to_gmem(
-                mirrors.at[group],
-                out_hbm.at[pl.ds(base + left + c, BLOCK), pl.ds(top + r, BLOCK)],
+                self.blocks.at[n % 2, 0],
+                self._window(self.out_hbm, row, column),
                 commit_group=False,
             )
 
-        plgpu.commit_smem_to_gmem_group()
+            @pl.when(off_diagonal)
+            def _() -> None:
+                plgpu.copy_smem_to_gmem(
+                    self.mirror,
+                    self._window(self.out_hbm, column, row),  # noqa: B023
+                    commit_group=False,
+                )
+
+            plgpu.commit_smem_to_gmem_group()

@@ -1,0 +1,186 @@
+"""Newton-Schulz iterations on NVIDIA Hopper, on the symmetric products' kernel.
+
+The same polynomials as ``polar.iterate``, arranged so that every scaling and addition
+happens where a product is written: the input enters multiplied by the product of the
+schedule's leading coefficients a, which leaves X <- X + P X for each run of steps.
+"""
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from muon2_optax import symmetric
+from muon2_optax.coefficients import Frobenius, Plan
+
+# The kernel's operand A B^T counts in columns of this many elements.
+COLUMNS = 64
+# Bytes of a chunk's 16-bit matrices: what bounds the memory of a step.
+CHUNK = 420e6
+# Gram matrices are kept times this, out of the range where float16 loses bits.
+GRAIN = 512.0
+# Largest product of leading coefficients that the input may be multiplied by.
+LARGEST = 8192.0
+
+_forced: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "forced", default=None
+)
+_cuda: contextvars.ContextVar[bool] = contextvars.ContextVar("cuda", default=False)
+
+
+@contextlib.contextmanager
+def kernels(on: bool | None) -> Iterator[None]:
+    """Turns the kernels off, or on for a GPU that is not here; None: by the device.
+
+    It acts on what is traced inside, not on what ``jax.jit`` has already traced.
+    """
+    token = _forced.set(on)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def available() -> bool:
+    """Whether programs traced now will run on a GPU that the kernels are for."""
+    forced = _forced.get()
+    if forced is not None:
+        return forced
+    if jax.__version_info__ < (0, 11):
+        return False
+    if jax.default_backend() != "gpu":
+        return False
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    return str(capability).startswith("9.")
+
+
+def for_cuda(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` as the branch of a program that runs on CUDA."""
+
+    @functools.wraps(fn)
+    def branch(*args: Any) -> Any:
+        token = _cuda.set(available())
+        try:
+            return fn(*args)
+        finally:
+            _cuda.reset(token)
+
+    return branch
+
+
+def chunk_size(
+    count: int, shape: tuple[int, int], plan: Plan, dtype: jnp.dtype
+) -> int | None:
+    """How many matrices (m, n), m <= n, run at once; None where stock XLA serves.
+
+    The kernel pays where its tiles fill the multiprocessors: m a multiple of 128, and
+    at least as many tiles as there are thread blocks. Other shapes, dtypes,
+    normalizations, and coefficients that are traced, take the plain path.
+    """
+    m, n = shape
+    if not _cuda.get() or jnp.dtype(dtype).itemsize != 2 or m % 128 or m < 512:
+        return None
+    if not (plan.static and isinstance(plan.normalization, Frobenius) and plan.rows):
+        return None
+    known = all(isinstance(v, float) for row in plan.rows for v in row)
+    if not known or not 1 / LARGEST < abs(gain(plan.rows)) < LARGEST:
+        return None
+    if any(row[0] == 0 for row in plan.rows):
+        return None
+    squares = (m // 256) * (m // 256 + 1) // 2
+    if count * squares < 48:
+        return None
+    most = max(1, int(CHUNK / (2 * m * n)))
+    chunks = -(-count // most)
+    divisors = [c for c in range(chunks, 2 * chunks) if count % c == 0]
+    return -(-count // (divisors[0] if divisors else chunks))
+
+
+def run(
+    leaves: Sequence[jax.Array],
+    chunks: Sequence[Sequence[Any]],
+    size: int,
+    product: Callable[..., jax.Array] = symmetric.product,
+) -> list[jax.Array]:
+    """``iterate`` on the matrices of all leaves (..., m, n), ``size`` at a time."""
+    m, n = leaves[0].shape[-2:]
+    flat = [y.reshape(-1, m, n) for y in leaves]
+    groups: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for i, y in enumerate(flat):
+        low = 0
+        while low < len(y):
+            if not room:
+                groups.append([])
+                room = size
+            high = min(len(y), low + room)
+            groups[-1].append((i, low, high))
+            room -= high - low
+            low = high
+    results: list[list[jax.Array]] = [[] for _ in flat]
+    for group in groups:
+        # Columns of zeros change nothing.
+        wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
+        stack = jnp.concatenate([jnp.pad(flat[i][lo:hi], wide) for i, lo, hi in group])
+        done = iterate(stack, chunks, product)[..., :n]
+        low = 0
+        for i, lo, hi in group:
+            results[i].append(done[low : low + hi - lo])
+            low += hi - lo
+    return [
+        (r[0] if len(r) == 1 else jnp.concatenate(r)).reshape(y.shape)
+        for r, y in zip(results, leaves)
+    ]
+
+
+def gain(rows: Sequence[Any]) -> float:
+    """The product of the leading coefficients."""
+    return math.prod(row[0] for row in rows)
+
+
+def iterate(
+    x: jax.Array,
+    chunks: Sequence[Sequence[Any]],
+    product: Callable[..., jax.Array] = symmetric.product,
+) -> jax.Array:
+    """Runs of steps on (L, m, n) matrices that are normalized, times the gain."""
+    scale = gain([row for rows in chunks for row in rows])
+    tiles = tiles_for(x.shape[-2])
+    product = functools.partial(product, tiles=tiles)
+    for rows in chunks:
+        r = product(x, x, alpha=GRAIN / scale**2)
+        p = _factor(r, rows, product)
+        # cuBLAS adds the matrix that is not scaled.
+        x = x + jnp.matmul(p, x)
+        scale /= gain(rows)
+    return x
+
+
+def tiles_for(m: int) -> symmetric.Tiles:
+    if m % 256 or m < 1024:
+        return symmetric.Tiles(side=128, stages=4, delay=1)
+    return symmetric.Tiles()
+
+
+def _factor(
+    r: jax.Array, rows: Sequence[Any], product: Callable[..., jax.Array]
+) -> jax.Array:
+    """P with the steps' factor of X equal to gain (I + P); r is GRAIN R.
+
+    A step's factor is h(R) = a (I + Z) with Z = (b R + c R^2) / a, and R follows
+    R <- h R h. The identity's part, which 16 bits would round, is never stored.
+    """
+    p = None
+    for i, (a, b, c) in enumerate(rows):
+        z = product(r, r, (b / a / GRAIN, r), alpha=c / a / GRAIN**2)
+        p = z if p is None else product(p, z, (1.0, p), (1.0, z))
+        if i + 1 < len(rows):
+            t = product(r, z, (1.0, r))
+            r = product(z, t, (a * a, t), alpha=a * a)
+    assert p is not None
+    return p
