@@ -193,7 +193,7 @@ class Report:
         heads = (
             "K",
             "nesterov",
-            "learning rate",
+            "rate",
             "val loss",
             "ppl",
             "bits/byte",
