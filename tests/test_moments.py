@@ -101,6 +101,17 @@ def test_momentum(nesterov, b1):
     assert relative_error(updates, np.stack(want)) < 1e-14
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_heavy_ball_is_the_average_times_a_constant(nesterov):
+    """M = b1 M + G in place of M = b1 M + (1 - b1) G: 20 times as large for .95."""
+    grads = _gradients((5, 7))
+    with jax.enable_x64(True):
+        tx = m2.scale_by_momentum(0.95, nesterov=nesterov, dampening=0.0)
+        updates, _ = _run(tx, grads)
+    want = 20 * np.stack(reference.momentum(grads, 0.95, nesterov=nesterov))
+    assert relative_error(updates, want) < 1e-12
+
+
 def test_defaults():
     """The README's numbers: b1 = b2 = .95, eps = 1e-10, neither nesterov nor bias."""
     grads = _gradients((5, 7)) * 1e-9

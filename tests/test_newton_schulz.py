@@ -166,6 +166,17 @@ def test_published_normalization():
     assert not np.any(zero)
 
 
+@pytest.mark.parametrize("size, divisor", [(1.0, 1.0), (1e-3, 1e-2)])
+def test_clamped_normalization(size, divisor):
+    """``floor``: x / max(||x||, floor), as torch.optim.Muon divides."""
+    schedule = m2.Schedule((KELLER,), normalization=m2.Frobenius(floor=1e-2))
+    x = _normal((6, 10))
+    x = x / np.linalg.norm(x) * size
+    with jax.enable_x64(True):
+        got = newton_schulz(jnp.asarray(x), 0, schedule)
+    np.testing.assert_allclose(got, x / divisor, rtol=1e-14)
+
+
 # --- the Gram form ----------------------------------------------------------------
 
 
