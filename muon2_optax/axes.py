@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,9 @@ import numpy as np
 Axis = int | tuple[int, ...]
 
 
-def _tuple(axis: Axis) -> tuple[int, ...]:
-    return (axis,) if isinstance(axis, int) else tuple(axis)
+def _tuple(axis: Any) -> tuple[int, ...]:
+    many = axis if isinstance(axis, (tuple, list)) else (axis,)
+    return tuple(operator.index(a) for a in many)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,9 @@ class MatrixAxes:
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_axis", _tuple(self.in_axis))
         object.__setattr__(self, "out_axis", _tuple(self.out_axis))
-        object.__setattr__(self, "out_splits", tuple(self.out_splits))
+        object.__setattr__(self, "out_splits", _tuple(self.out_splits))
+        if any(n < 1 for n in self.out_splits):
+            raise ValueError(f"{self}: out_splits are sizes, 1 or more")
         if not self.in_axis or not self.out_axis:
             raise ValueError(f"{self}: a matrix needs an input and an output axis")
         if self.out_splits and len(_tuple(self.out_axis)) != 1:

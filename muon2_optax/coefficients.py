@@ -7,6 +7,7 @@ before the first step, and where the numbers were published.
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -75,6 +76,8 @@ class Schedule:
             raise ValueError(
                 f"a schedule needs at least one triple (a, b, c), got {self.triples!r}"
             )
+        if not all(math.isfinite(v) for row in rows for v in row):
+            raise ValueError(f"coefficients must be finite, got {rows}")
         if self.take not in ("first", "last"):
             raise ValueError(f"take must be 'first' or 'last', got {self.take!r}")
         object.__setattr__(self, "triples", rows)

@@ -20,8 +20,9 @@ def canonical(name: str, dtype: Any) -> jnp.dtype | None:
     """Checks a dtype argument; None stays None.
 
     Raises:
-      TypeError: not a dtype. ``optax.inject_hyperparams`` calls every callable
-        argument as a schedule, and dtypes such as ``jnp.bfloat16`` are callable.
+      TypeError: not a real floating point dtype. ``optax.inject_hyperparams`` calls
+        every callable argument as a schedule, and dtypes such as ``jnp.bfloat16`` are
+        callable.
     """
     if dtype is None:
         return None
@@ -30,7 +31,36 @@ def canonical(name: str, dtype: Any) -> jnp.dtype | None:
             f"{name} arrived as an array, not a dtype; under optax.inject_hyperparams"
             f" pass static_args=({name!r},) or give it as a string"
         )
-    return jnp.dtype(dtype)
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError as err:
+        raise TypeError(f"{name}={dtype!r} is no dtype") from err
+    if not jnp.issubdtype(known, jnp.floating):
+        raise TypeError(f"{name} must be a real floating point dtype, got {known}")
+    return known
+
+
+def static_number(name: str, value: Any) -> Any:
+    """Refuses a traced value where shapes depend on it, and says what to do."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be known while tracing; under optax.inject_hyperparams pass"
+            f" static_args=({name!r},)"
+        )
+    return value
+
+
+def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts for storage; finite values too large for the dtype become its largest.
+
+    float16 ends at 65504, where sums of its own values do not. Infinities and NaN stay.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.iscomplexobj(x):
+        return x.astype(dtype)
+    if jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
+        return x.astype(dtype)
+    top = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x).astype(dtype)
 
 
 def squared_magnitude(x: jax.Array) -> jax.Array:

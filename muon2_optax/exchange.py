@@ -19,7 +19,7 @@ import numpy as np
 
 from muon2_optax import dtypes, polar
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.coefficients import Plan
+from muon2_optax.coefficients import AOL, Plan
 from muon2_optax.placement import Axes, Placement
 
 Side = tuple[tuple[int, Axes], ...]
@@ -45,15 +45,20 @@ class Stored:
         return tuple(a for _, axes in self.rows + self.cols for a in axes)
 
 
-def stored(axes: ResolvedAxes, place: Placement) -> tuple[Stored, bool]:
-    """The storage of one leaf, and whether its sides were swapped to be canonical."""
+def stored(
+    axes: ResolvedAxes, place: Placement, turn_squares: bool
+) -> tuple[Stored, bool]:
+    """The storage of one leaf, and whether its sides were swapped to be canonical.
+
+    ``turn_squares``: a square matrix may be turned so that one divided along either side
+    is the same task. Not under a one-sided normalization, for which sides differ.
+    """
     ins, outs = (_side(axes, place, dims) for dims in (axes.ins, axes.outs))
     if len(axes.splits) > 1:
         return Stored(ins, outs, axes.splits), False
     fan_out = axes.splits[0]
     tall = axes.fan_in > fan_out
-    # Square matrices divided along either side are the same task, turned.
-    turned = axes.fan_in == fan_out and not any(a for _, a in ins)
+    turned = turn_squares and axes.fan_in == fan_out and not any(a for _, a in ins)
     swapped = tall or (turned and any(a for _, a in outs))
     rows, cols = (outs, ins) if swapped else (ins, outs)
     return Stored(rows, cols, (axes.fan_in if swapped else fan_out,)), swapped
@@ -83,8 +88,9 @@ def orthogonalize(
     communication where only stacks are divided.
     """
     mesh = places[0].mesh
-    kind = stored(axes[0], places[0])[0]
-    swaps = [stored(a, p)[1] for a, p in zip(axes, places)]
+    turn_squares = not isinstance(plan.normalization, AOL)
+    kind = stored(axes[0], places[0], turn_squares)[0]
+    swaps = [stored(a, p, turn_squares)[1] for a, p in zip(axes, places)]
     whole = all(not any(p.dims) for p in places)
 
     def run(*xs: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:

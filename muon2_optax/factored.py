@@ -9,7 +9,7 @@ import optax
 
 from muon2_optax import dtypes, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix
+from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 
@@ -64,7 +64,7 @@ def factorized_second_moment(
       Shazeer and Stern 2018, "Adafactor", for the factored form.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
 
     def init_fn(params: optax.Params) -> FactorizedSecondMomentState:
         def statistic(which: int) -> Any:
@@ -100,8 +100,12 @@ def factorized_second_moment(
             c = moments.average(col, new_col, b2)
             root = jnp.sqrt(nu_scale) * root_of_outer(r, c, axes)
             update = mu_scale * numerator / moments.divisor(root, eps)
-            states = (m.astype(mu.dtype), r.astype(row.dtype), c.astype(col.dtype))
-            return update.astype(g.dtype), *states
+            states = (
+                dtypes.narrow(m, mu.dtype),
+                r.astype(row.dtype),
+                c.astype(col.dtype),
+            )
+            return dtypes.narrow(update, g.dtype), *states
 
         updates, mu, row, col = trees.map_leaves(
             leaf, updates, state.mu, state.nu_row, state.nu_col
@@ -136,6 +140,7 @@ def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Arr
             axis=axes.outs[0],
             total_repeat_length=sum(axes.splits),
         )
-    mean = jnp.mean(r, axis=axes.ins, keepdims=True)
+    # Divided before it is summed, as everywhere here.
+    mean = jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True)
     share = r / jnp.maximum(mean, jnp.finfo(row.dtype).tiny)
     return jnp.sqrt(share) * jnp.sqrt(jnp.expand_dims(col, axes.ins))

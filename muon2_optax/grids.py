@@ -10,7 +10,7 @@ import optax
 
 from muon2_optax import layout, trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix
+from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 # Every leaf that a block transform sees is a stack of blocks.
@@ -32,19 +32,22 @@ def periodically(
 ) -> optax.GradientTransformationExtraArgs:
     """Runs ``seldom`` on steps 0, period, 2 period, ..., ``often`` on the others."""
     seldom, often = map(optax.with_extra_args_support, (seldom, often))
+    if not isinstance(period, jax.Array) and (period != int(period) or period < 1):
+        raise ValueError(f"period must be a whole number of steps, 1 or more: {period}")
 
     def init_fn(params: optax.Params) -> PeriodicState:
         zero = jnp.zeros([], jnp.int32)
         return PeriodicState(zero, often.init(params), seldom.init(params))
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        # The branches must agree; a traced scalar in one of them would promote.
         def run_seldom(updates: Any, state: Any) -> Any:
             new, inner = seldom.update(updates, state.seldom, params, **extra)
-            return new, state._replace(seldom=inner)
+            return optax.tree.cast_like(new, updates), state._replace(seldom=inner)
 
         def run_often(updates: Any, state: Any) -> Any:
             new, inner = often.update(updates, state.often, params, **extra)
-            return new, state._replace(often=inner)
+            return optax.tree.cast_like(new, updates), state._replace(often=inner)
 
         turn = state.count % period == 0
         updates, state = jax.lax.cond(turn, run_seldom, run_often, updates, state)
@@ -69,7 +72,7 @@ def in_blocks(
         padded with zeros, which the last blocks contain.
       rules: which axes form the matrices; None: ``MatrixRules()``.
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
     if len(grid) != 2 or min(grid) < 1:
         raise ValueError(f"block_grid must be two positive numbers, got {grid}")
     inner = make(_BLOCK_RULES)

@@ -1,5 +1,6 @@
 """Orthogonalizing matrices of several layers as one (TEON)."""
 
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import coefficients, layout, trees
+from muon2_optax import coefficients, dtypes, layout, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix
+from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 # Query, key and value projections under the names that model codes give them.
@@ -44,10 +45,15 @@ def orthogonalize_jointly(
     References:
       Zhang et al. 2026, "TEON", arXiv:2601.23261.
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
     plan = coefficients.resolve(ns_coeffs, ns_steps)
+    group_size = operator.index(dtypes.static_number("group_size", group_size))
     if group_size < 1:
         raise ValueError(f"group_size must be 1 or more, got {group_size}")
+    try:
+        re.compile(joint)
+    except (re.error, TypeError) as err:
+        raise ValueError(f"joint={joint!r} is no regular expression: {err}") from err
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params

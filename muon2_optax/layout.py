@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from muon2_optax import exchange, polar
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.coefficients import Plan
+from muon2_optax.coefficients import AOL, Plan
 from muon2_optax.placement import Shardings, placement
 
 
@@ -28,8 +28,11 @@ def orthogonalize_leaves(
     """
     places = [placement(n, x, shardings) for n, x in zip(names, leaves)]
     local = [i for i, place in enumerate(places) if place is None]
+    turn_squares = not isinstance(plan.normalization, AOL)
     kinds: list[Hashable] = [
-        None if p is None else (exchange.stored(a, p)[0], p.mesh, any(p.dims), x.dtype)
+        None
+        if p is None
+        else (exchange.stored(a, p, turn_squares)[0], p.mesh, any(p.dims), x.dtype)
         for a, p, x in zip(axes, places, leaves)
     ]
     results: list[Any] = [None] * len(leaves)
@@ -82,9 +85,10 @@ def automatic(
     operands would need a sharding spelled out for each result.
     """
     shardings = [jax.typeof(x).sharding for x in xs]
-    if not any(
-        isinstance(s, NamedSharding) and AxisType.Explicit in s.mesh.axis_types
-        for s in shardings
-    ):
+    types = {
+        t for s in shardings if isinstance(s, NamedSharding) for t in s.mesh.axis_types
+    }
+    # Where some axes are Manual (a partial shard_map) JAX cannot make others automatic.
+    if AxisType.Explicit not in types or AxisType.Manual in types:
         return fn(*xs)
     return jax.sharding.auto_axes(fn, out_sharding=shardings)(*xs)

@@ -10,7 +10,7 @@ import optax
 
 from muon2_optax import dtypes, layout, moments, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix
+from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.polar import adjoint
 from muon2_optax.rules import MatrixRules
 
@@ -59,7 +59,11 @@ def scale_by_low_rank_orthonormal(
       Ahn et al. 2025, "Dion", arXiv:2504.05295, algorithm 1.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    rules = MatrixRules() if rules is None else rules
+    rank_fraction = float(dtypes.static_number("rank_fraction", rank_fraction))
+    seed = int(dtypes.static_number("seed", seed))
+    if not 0 < rank_fraction <= 1:
+        raise ValueError(f"rank_fraction must lie in (0, 1], got {rank_fraction}")
+    rules = rules_or_default(rules)
 
     def matrix_axes(name: str, leaf: Any) -> ResolvedAxes:
         axes = require_matrix(rules, name, leaf)
@@ -97,7 +101,11 @@ def scale_by_low_rank_orthonormal(
                 return [axes.from_blocks([update]), axes.from_blocks([rest]), new_q]
 
             new, rest, new_q = layout.automatic(run, [g, mu, q])
-            return new.astype(g.dtype), rest.astype(mu.dtype), new_q.astype(q.dtype)
+            return (
+                dtypes.narrow(new, g.dtype),
+                dtypes.narrow(rest, mu.dtype),
+                new_q.astype(q.dtype),
+            )
 
         updates, mu, q = trees.map_leaves(leaf, updates, state.mu, state.q)
         return updates, LowRankState(mu, q)
@@ -111,12 +119,16 @@ def _power_iteration(
     """One step on B (*batch, fan_in, fan_out), with Q on either side of it."""
     on_outputs = b.shape[-1] == q.shape[-2] and b.shape[-2] != q.shape[-2]
     a = b if on_outputs else adjoint(b)
+    # Taken out and put back, so that no norm overflows.
+    largest = jnp.max(jnp.abs(a), axis=(-2, -1), keepdims=True, initial=0.0)
+    largest = jnp.where(largest == 0, 1, largest)
+    a = a / largest
     p = jnp.linalg.qr(_product(a, q))[0]
     r = _product(adjoint(a), p)
     empty = jnp.all(a == 0, axis=(-2, -1), keepdims=True)
     p, r = jnp.where(empty, 0, p), jnp.where(empty, q, r)
-    rest = a - (1 - b1) * _product(p, adjoint(r))
-    columns = jnp.linalg.norm(r, axis=-2, keepdims=True) + eps
+    rest = largest * (a - (1 - b1) * _product(p, adjoint(r)))
+    columns = jnp.linalg.norm(r, axis=-2, keepdims=True) + eps / largest
     new_q = jnp.where(empty, q, r / jnp.where(columns == 0, 1, columns))
     update = _product(p, adjoint(new_q))
     if not on_outputs:

@@ -56,7 +56,7 @@ def scale_by_momentum(
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
             m, numerator = momentum_step(g, mu, b1, nesterov, dampening)
-            return numerator.astype(g.dtype), m.astype(mu.dtype)
+            return dtypes.narrow(numerator, g.dtype), dtypes.narrow(m, mu.dtype)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
         return updates, MomentumState(mu)
@@ -133,7 +133,11 @@ def scale_by_second_moment(
             m, numerator = momentum_step(g, mu, b1, nesterov)
             v = average(nu, square(g), b2)
             update = mu_scale * numerator / divisor(jnp.sqrt(nu_scale * v), eps)
-            return update.astype(g.dtype), m.astype(mu.dtype), v.astype(nu.dtype)
+            return (
+                dtypes.narrow(update, g.dtype),
+                dtypes.narrow(m, mu.dtype),
+                v.astype(nu.dtype),
+            )
 
         updates, mu, nu = trees.map_leaves(leaf, updates, state.mu, state.nu)
         return updates, SecondMomentState(count, mu, nu)
@@ -142,8 +146,12 @@ def scale_by_second_moment(
 
 
 def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
-    """Zeros like the parameters; dtype None: in their dtypes too."""
-    return jax.tree.map(lambda p: placement.zeros_like(p, dtype), params)
+    """Zeros like the parameters; dtype None, or a complex leaf: in its own dtype."""
+
+    def leaf(p: Any) -> jax.Array:
+        return placement.zeros_like(p, None if jnp.iscomplexobj(p) else dtype)
+
+    return jax.tree.map(leaf, params)
 
 
 def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from muon2_optax import coefficients, layout, trees
@@ -46,7 +47,7 @@ def newton_schulz_orthogonalize(
     >>> bool(jnp.allclose(updates["w"], jnp.eye(2), atol=0.32))
     True
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
     plan = coefficients.resolve(ns_coeffs, ns_steps)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
@@ -68,12 +69,26 @@ def newton_schulz_orthogonalize(
     return optax.stateless(update_fn)
 
 
+def rules_or_default(rules: MatrixRules | None) -> MatrixRules:
+    """``MatrixRules()`` for None; anything else must be rules."""
+    if rules is None:
+        return MatrixRules()
+    if not isinstance(rules, MatrixRules):
+        raise TypeError(f"rules must be MatrixRules(...) or None, got {rules!r}")
+    return rules
+
+
 def require_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
     """The axes of a leaf that must be a matrix.
 
     Raises:
       ValueError: it is not, under these rules.
     """
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise TypeError(
+            f"{name!r} is {leaf.dtype}: matrices must be floating point; keep it out of"
+            " the optimizer with optax.masked, or give it the rule None"
+        )
     axes = rules.resolve(name, leaf.shape)
     if axes is None:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Where parameters live: mesh and PartitionSpec, as far as tracing knows them."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -51,6 +52,12 @@ class Shardings:
             if isinstance(sharding, NamedSharding):
                 meshes.setdefault(sharding.mesh, name)
                 specs.append((name, sharding.spec))
+        clashes = [n for n, spec in specs if dict(specs)[n] != spec]
+        if clashes:
+            raise ValueError(
+                f"two leaves share the path {clashes[0]!r} but not their sharding; "
+                "rename one of them"
+            )
         if len(meshes) != 1:
             found = (
                 "none"
@@ -79,6 +86,8 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
     Not known are leaves on Auto axes without ``shardings``. Inside ``jax.shard_map``
     what a leaf shows is local, and whole as far as the optimizer is concerned.
     """
+    if shardings is not None and not isinstance(shardings, Shardings):
+        raise TypeError(f"shardings must be Shardings.of(...), got {type(shardings)}")
     sharding = jax.typeof(x).sharding
     mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
     types = () if mesh is None or mesh.empty else mesh.axis_types
@@ -96,6 +105,12 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
         return None
     entries = tuple(spec) + (None,) * (x.ndim - len(spec))
     named = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+    parts = [math.prod(mesh.shape[a] for a in axes) for axes in named]
+    if len(entries) != x.ndim or any(n % p for n, p in zip(x.shape, parts)):
+        raise ValueError(
+            f"{name!r} of shape {tuple(x.shape)} cannot be divided as {spec}; the "
+            "Shardings were read from other parameters"
+        )
     # Axes of size 1 divide nothing.
     dims = tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in named)
     return Placement(mesh, spec, dims)

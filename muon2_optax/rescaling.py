@@ -13,7 +13,7 @@ import optax
 
 from muon2_optax import dtypes, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix
+from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 
@@ -86,7 +86,7 @@ def scale_by_neuron_second_moment(
     Raises:
       ValueError: a leaf that is not a matrix under ``rules``.
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
 
     def mean_square(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
         return jnp.sum(moments.square(x) / axes.fan_in, axis=axes.ins)
@@ -127,7 +127,7 @@ def keep_norm(
       eps: added to the norm that is divided by.
       rules: which axes form the matrices; None: ``MatrixRules()``.
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
@@ -156,7 +156,7 @@ def scale_to_rms(
     References:
       Liu et al. 2025, "Muon is scalable for LLM training", for the 0.2.
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import optax
 
 from muon2_optax import trees
@@ -27,7 +28,11 @@ _NOT_MATRICES = tuple(
     for label, pattern in (
         ("embedding", r"embed|(^|/)(wte|wpe|emb)(/|$)|(tok(en)?|pos(ition)?)_?emb"),
         ("position table", r"pos(ition(al)?)?_(table|enc|bias)|rel(ative)?_pos"),
-        ("head", r"lm_?head|(^|/)(head|classifier|output)(/|$)|logits|unembed"),
+        # "output" only at the top: below, it is a projection inside a layer.
+        (
+            "head",
+            r"lm_?head|(^|/)(head|classifier)(/|$)|^(params/)?output/\w+$|logits|unembed",
+        ),
         ("norm", r"norm(?!al)|(^|/)ln(_?\w*)?(/|$)|(^|/)(scale|gain|gamma|beta)$"),
         ("bias", r"bias$"),
         ("router", r"router|moe[^/]*/gate(/|$)"),
@@ -68,6 +73,8 @@ class MatrixRules:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise TypeError(f"a rule is a (pattern, MatrixAxes) pair, got {pair!r}")
             pattern, axes = pair
+            if not isinstance(pattern, str):
+                raise TypeError(f"a pattern is a str, got {pattern!r}")
             if axes is not None and not isinstance(axes, MatrixAxes):
                 raise TypeError(
                     f"rule {pattern!r}: want MatrixAxes or None, got {axes!r}"
@@ -134,14 +141,15 @@ class MatrixRules:
         """
         named = trees.named_leaves(params)
         self._check_patterns([name for name, _ in named])
-        labels, uncovered = {}, []
-        for name, leaf in named:
-            if trees.is_empty(leaf):
-                continue
-            axes, reason = self._decide(name, leaf.shape)
-            labels[name] = ADAM if axes is None else MATRIX
+        uncovered = []
+
+        def label(name: str, leaf: Any) -> str:
+            axes, reason = self._decide(name, np.shape(leaf))
             if reason == _UNCOVERED:
-                uncovered.append(f"{name} {tuple(leaf.shape)}")
+                uncovered.append(f"{name} {np.shape(leaf)}")
+            return ADAM if axes is None else MATRIX
+
+        labels = trees.map_named(label, params)
         if uncovered:
             warnings.warn(
                 "no matrix rule for these leaves of rank 3 or more, so AdamW trains"
@@ -149,7 +157,7 @@ class MatrixRules:
                 " AdamW and silences this), or set strict=True to raise instead.",
                 stacklevel=1,  # one place, so that Python shows it once, not per step
             )
-        return trees.map_named(lambda name, _: labels[name], params)
+        return labels
 
     def describe(self, params: optax.Params, shape_scale: str = "spectral") -> str:
         """A table of what happens to each leaf: group, axes, shape factor, reason."""
@@ -157,7 +165,7 @@ class MatrixRules:
         for name, leaf in trees.named_leaves(params):
             if trees.is_empty(leaf):
                 continue
-            axes, reason = self._decide(name, leaf.shape)
+            axes, reason = self._decide(name, np.shape(leaf))
             if axes is None:
                 matrices = factor = "-"
             else:
@@ -167,7 +175,7 @@ class MatrixRules:
                 )
                 factor = ", ".join(f"{f:.4g}" for f in shape_factors(axes, shape_scale))
             group = ADAM if axes is None else MATRIX
-            rows.append((name, str(tuple(leaf.shape)), group, matrices, factor, reason))
+            rows.append((name, str(np.shape(leaf)), group, matrices, factor, reason))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in rows

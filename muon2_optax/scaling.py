@@ -8,7 +8,7 @@ import optax
 
 from muon2_optax import trees
 from muon2_optax.axes import SHAPE_SCALES, shape_factors
-from muon2_optax.orthogonalize import require_matrix
+from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 
@@ -34,8 +34,8 @@ def scale_by_shape(
     Raises:
       ValueError: an unknown kind; on update, a leaf that is not a matrix.
     """
-    rules = MatrixRules() if rules is None else rules
-    if kind not in SHAPE_SCALES:
+    rules = rules_or_default(rules)
+    if not isinstance(kind, str) or kind not in SHAPE_SCALES:
         raise ValueError(f"unknown shape scale {kind!r}; known: {sorted(SHAPE_SCALES)}")
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:

@@ -6,6 +6,7 @@ import optax
 
 from muon2_optax.low_rank import scale_by_low_rank_orthonormal
 from muon2_optax.optimizers._routed import routed
+from muon2_optax.orthogonalize import rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 
@@ -52,7 +53,7 @@ def dion(
     >>> tx = dion(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
     matrix = optax.chain(
         scale_by_low_rank_orthonormal(
             b1,

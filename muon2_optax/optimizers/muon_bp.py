@@ -7,7 +7,10 @@ import optax
 from muon2_optax.grids import in_blocks, periodically
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import routed
-from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.orthogonalize import (
+    newton_schulz_orthogonalize,
+    rules_or_default,
+)
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 
@@ -59,7 +62,7 @@ def muon_bp(
     >>> tx = muon_bp(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
     whole = _orthogonalized(rules, ns_steps, ns_coeffs, ns_dtype, shape_scale)
 
     def blocks(block_rules: MatrixRules) -> optax.GradientTransformation:

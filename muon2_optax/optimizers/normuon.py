@@ -6,7 +6,10 @@ import optax
 
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import routed
-from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.orthogonalize import (
+    newton_schulz_orthogonalize,
+    rules_or_default,
+)
 from muon2_optax.placement import Shardings
 from muon2_optax.rescaling import keep_norm, scale_by_neuron_second_moment
 from muon2_optax.rules import MatrixRules
@@ -65,7 +68,7 @@ def normuon(
     >>> tx = normuon(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
     matrix = optax.chain(
         scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
         newton_schulz_orthogonalize(

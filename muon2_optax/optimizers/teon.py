@@ -7,6 +7,7 @@ import optax
 from muon2_optax.joint import ATTENTION_INPUTS, orthogonalize_jointly
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import routed
+from muon2_optax.orthogonalize import rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 
@@ -54,7 +55,7 @@ def teon(
     >>> tx = teon(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    rules = MatrixRules() if rules is None else rules
+    rules = rules_or_default(rules)
     matrix = optax.chain(
         scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
         orthogonalize_jointly(
