@@ -16,9 +16,16 @@ from helpers import (
     run,
     sample,
 )
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
+
+
+def target(tree, sharding):
+    """What Orbax restores into."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), tree
+    )
 
 
 def resume(tx, params, state, grads):
@@ -35,10 +42,11 @@ def test_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     params, grads = sample(0, SMALL), gradients(3, SMALL)
     params, state, _ = run(tx, params, grads[:2])
     saved = {"params": params, "state": state}
-    ocp.save_pytree(tmp_path / "step", saved)
+    ocp.save(tmp_path / "step", saved)
     start = abstract(params)
     shapes = {"params": start, "state": jax.eval_shape(tx.init, start)}
-    restored = ocp.load_pytree(tmp_path / "step", shapes)
+    where = SingleDeviceSharding(jax.devices()[0])
+    restored = ocp.load(tmp_path / "step", target(shapes, lambda x: where))
     assert_equal(restored, saved)
     assert_equal(
         resume(tx, restored["params"], restored["state"], grads[2:]),
@@ -64,11 +72,9 @@ def test_shardings_come_back(name, kind, tmp_path):
             for k, x in sample(0, {"w": (8, 16), "b": (16,)}).items()
         }
         state = filled(tx.init(params))
-        ocp.save_pytree(tmp_path / "step", state)
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        restored = ocp.load_pytree(tmp_path / "step", shapes)
+        ocp.save(tmp_path / "step", state)
+        shapes = target(state, lambda x: x.sharding)
+        restored = ocp.load(tmp_path / "step", shapes)
         assert_equal(restored, state)
     for (path, x), want in zip(leaves(restored), jax.tree.leaves(state)):
         assert jax.typeof(x) == jax.typeof(want), path
@@ -87,10 +93,10 @@ def test_nnx_state_comes_back(name, tmp_path):
         return model, nnx.Optimizer(model, make(name), wrt=nnx.Param)
 
     state = filled(nnx.state(build()))
-    ocp.save_pytree(tmp_path / "step", nnx.to_pure_dict(state))
+    ocp.save(tmp_path / "step", nnx.to_pure_dict(state))
     fresh = build()
-    shapes = nnx.state(fresh)
-    restored = ocp.load_pytree(tmp_path / "step", abstract(nnx.to_pure_dict(shapes)))
-    nnx.replace_by_pure_dict(shapes, restored)
-    nnx.update(fresh, shapes)
+    values = nnx.state(fresh)
+    shapes = target(nnx.to_pure_dict(values), lambda x: x.sharding)
+    nnx.replace_by_pure_dict(values, ocp.load(tmp_path / "step", shapes))
+    nnx.update(fresh, values)
     assert_equal(nnx.state(fresh), state)

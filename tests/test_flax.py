@@ -82,7 +82,7 @@ def test_nnx_optimizer(name):
         step(model, opt)
     want, statistics = plain(name)
     assert_close(values(model), want)
-    assert_close(jax.tree.leaves(nnx.pure(opt.opt_state)), statistics)
+    assert_close(jax.tree.leaves(nnx.as_pure(opt.opt_state)), statistics)
 
 
 @every
@@ -128,7 +128,7 @@ def test_nnx_optimizer_on_a_mesh(name, kind):
     assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("x", "y")), 2)
     want, statistics = plain(name)
     assert_close(values(model), want)
-    assert_close(jax.tree.leaves(nnx.pure(opt.opt_state)), statistics)
+    assert_close(jax.tree.leaves(nnx.as_pure(opt.opt_state)), statistics)
 
 
 class LinenNet(nn.Module):
