@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon2_optax import symmetric
 from muon2_optax.coefficients import Frobenius, Plan
@@ -101,11 +102,38 @@ def chunk_size(
     return -(-count // (divisors[0] if divisors else chunks))
 
 
+def prepare(x: jax.Array, plan: Plan, dtype: jnp.dtype) -> jax.Array:
+    """Normalized, times the gain, in ``dtype``: one pass for the norm, one to write.
+
+    Squares are summed in float64, where those of any float32 fit.
+    """
+    how = plan.normalization
+    with jax.enable_x64(True):
+        square = jnp.square(x.astype(jnp.float64))
+        norm = jnp.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
+        norm = jnp.maximum(how.factor * norm + how.eps, how.floor)
+        # An infinite entry makes its matrix NaN.
+        norm = jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        norm = norm.astype(wide)
+    return rows_major((x.astype(wide) / norm * gain(plan.rows)).astype(dtype), 1)
+
+
+def rows_major(x: jax.Array, size: int | None) -> jax.Array:
+    """Keeps XLA from storing a 16-bit ``x`` transposed, on the kernel's path.
+
+    It would store everything that x is made of transposed with it, which is in float32.
+    """
+    if size is None:
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
 def run(
     leaves: Sequence[jax.Array],
     chunks: Sequence[Sequence[Any]],
     size: int,
-    product: Callable[..., jax.Array] = symmetric.product,
+    interpret: Any = None,
 ) -> list[jax.Array]:
     """``iterate`` on the matrices of all leaves (..., m, n), ``size`` at a time."""
     m, n = leaves[0].shape[-2:]
@@ -127,7 +155,7 @@ def run(
         # Columns of zeros change nothing.
         wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
         stack = jnp.concatenate([jnp.pad(flat[i][lo:hi], wide) for i, lo, hi in group])
-        done = iterate(stack, chunks, product)[..., :n]
+        done = iterate(stack, chunks, interpret)[..., :n]
         low = 0
         for i, lo, hi in group:
             results[i].append(done[low : low + hi - lo])
@@ -146,17 +174,20 @@ def gain(rows: Sequence[Any]) -> float:
 def iterate(
     x: jax.Array,
     chunks: Sequence[Sequence[Any]],
-    product: Callable[..., jax.Array] = symmetric.product,
+    interpret: Any = None,
 ) -> jax.Array:
     """Runs of steps on (L, m, n) matrices that are normalized, times the gain."""
     scale = gain([row for rows in chunks for row in rows])
-    tiles = tiles_for(x.shape[-2])
-    product = functools.partial(product, tiles=tiles)
+    m = x.shape[-2]
+    product = functools.partial(
+        symmetric.product, tiles=tiles_for(m), interpret=interpret
+    )
+    wide = symmetric.Tiles() if m % 256 == 0 else tiles_for(m)
+    added = functools.partial(symmetric.added, tiles=wide, interpret=interpret)
     for rows in chunks:
         r = product(x, x, alpha=GRAIN / scale**2)
         p = _factor(r, rows, product)
-        # cuBLAS adds the matrix that is not scaled.
-        x = x + jnp.matmul(p, x)
+        x = added(p, x)
         scale /= gain(rows)
     return x
 

@@ -112,14 +112,16 @@ def run_batch(
     count = sum(math.prod(x.shape[:-2]) for x in matrices)
     m, n = sorted(matrices[0].shape[-2:])
     size = hopper.chunk_size(count, (m, n), plan, dtype)
-    gain = 1.0 if size is None else hopper.gain(plan.rows)
     for x in matrices:
         # One-sided scaling of a square matrix acts on its outputs.
         square = x.shape[-2] == x.shape[-1]
         one_sided = isinstance(plan.normalization, AOL)
         tall = x.shape[-2] > x.shape[-1] or (square and one_sided)
-        y, floor = normalize(x, plan.normalization)
-        y = (y if size is None else gain * y).astype(dtype)
+        if size is None:
+            y, floor = normalize(x, plan.normalization)
+            y = y.astype(dtype)
+        else:
+            y, floor = hopper.prepare(x, plan, dtype), None
         ready.append(adjoint(y) if tall else y)
         floors.append(floor)
         restore.append((x, tall))
@@ -134,7 +136,7 @@ def run_batch(
         parts = jnp.split(iterate(stack, floor, plan), counts[:-1])
         outputs = [p.reshape(y.shape) for p, y in zip(parts, ready)]
     return tuple(
-        (adjoint(o) if tall else o).astype(x.dtype)
+        (hopper.rows_major(adjoint(o), size) if tall else o).astype(x.dtype)
         for o, (x, tall) in zip(outputs, restore)
     )
 

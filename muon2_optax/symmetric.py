@@ -1,9 +1,9 @@
 """Products of stacks that are known to be symmetric, on NVIDIA Hopper.
 
-``alpha A B^T + beta C + ...`` where the result is symmetric: A B^T with A = B, or with A
-and B symmetric matrices that commute. Only the tiles of the lower triangle are computed,
-and each is stored twice: half the operations of a plain product. No library that XLA
-calls has this product for stacks of 16-bit matrices, so it is a Pallas kernel.
+``alpha A B^T + beta C + ...`` where the result is symmetric: A B^T with A = B, or with
+A and B symmetric matrices that commute. Only the tiles of the lower triangle are
+computed, and each is stored twice: half the operations of a plain product. No library
+that XLA calls has this product for stacks of 16-bit matrices, so it is a Pallas kernel.
 """
 
 import dataclasses
@@ -72,19 +72,37 @@ def product(
         raise ValueError(f"no tiles {tiles} for {a.shape} and {b.shape}")
     # The factors are an operand: one compiled kernel serves every step of a schedule.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
-    return _product(factors, a, b, *(c for _, c in addends), tiles=tiles, how=interpret)
+    return _call(factors, a, b, *(c for _, c in addends), tiles=tiles, how=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "how"))
-def _product(
-    factors: jax.Array, *operands: jax.Array, tiles: Tiles, how: Any
+def added(
+    p: jax.Array, x: jax.Array, *, tiles: Tiles | None = None, interpret: Any = None
+) -> jax.Array:
+    """``X + P X`` for P (L, m, m), not symmetric: the sum costs no pass of its own.
+
+    XLA's choice among its products leaves the sum out of them where P comes from a
+    kernel.
+    """
+    tiles = tiles or Tiles()
+    one = jnp.ones(2, jnp.float32)
+    return _call(one, p, x, x, tiles=tiles, how=interpret, full=True)
+
+
+@functools.partial(jax.jit, static_argnames=("tiles", "how", "full"))
+def _call(
+    factors: jax.Array,
+    *operands: jax.Array,
+    tiles: Tiles,
+    how: Any,
+    full: bool = False,
 ) -> jax.Array:
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     stack, m, _ = operands[0].shape
+    n = operands[1].shape[-1] if full else m
     kernel = plgpu.kernel(
-        functools.partial(_kernel, tiles=tiles, stack=stack),
-        out_type=jax.ShapeDtypeStruct((stack * m, m), operands[0].dtype),
+        functools.partial(_kernel, tiles=tiles, full=full),
+        out_type=jax.ShapeDtypeStruct((stack, m, n), operands[0].dtype),
         grid=(_processors() // tiles.cluster,),
         grid_names=("clusters",),
         cluster=(tiles.cluster,),
@@ -97,9 +115,7 @@ def _product(
         ),
         **({} if how is None else {"interpret": how}),
     )
-    return kernel(factors, *(x.reshape(stack * m, -1) for x in operands)).reshape(
-        stack, m, m
-    )
+    return kernel(factors, *operands)
 
 
 def _processors() -> int:
@@ -123,14 +139,18 @@ def _triangle(index: Any, count: int) -> tuple[Any, Any]:
     )
 
 
-def _kernel(factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Any, stack: int):
+def _kernel(
+    factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Tiles, full: bool
+) -> None:
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     *c_hbm, out_hbm = rest
-    m, k = a_hbm.shape[0] // stack, a_hbm.shape[1]
+    stack, m, k = a_hbm.shape
     count = m // tiles.side
     squares = count * (count + 1) // 2
+    if full:
+        squares = count * pl.cdiv(out_hbm.shape[2], tiles.side)
     by_rows = tiles.split == "rows"
     rows = tiles.rows // 2 if by_rows else tiles.rows
     columns = tiles.side if by_rows else tiles.side // 2
@@ -141,7 +161,6 @@ def _kernel(factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Any, stack:
     def pipeline(body: Any, context: Any) -> Any:
         spec = functools.partial(
             plgpu.BlockSpec,
-            index_map=lambda step: (0, step),
             transforms=swizzled,
             memory_space=plgpu.SMEM,
             delay_release=tiles.delay,
@@ -152,8 +171,12 @@ def _kernel(factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Any, stack:
             grid=(k // tiles.depth,),
             memory_registers=40,
             in_specs=[
-                spec((tiles.rows, tiles.depth)),
-                spec((tiles.side, tiles.depth), collective_axes=shared),
+                spec((tiles.rows, tiles.depth), lambda step: (0, step)),
+                spec(
+                    (tiles.depth, tiles.side) if full else (tiles.side, tiles.depth),
+                    lambda step: (step, 0) if full else (0, step),
+                    collective_axes=shared,
+                ),
             ],
             wg_axis="group",
             num_compute_wgs=2,
@@ -167,13 +190,18 @@ def _kernel(factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Any, stack:
         @plgpu.nd_loop((stack * squares,), collective_axes="clusters")
         def _(loop: Any) -> None:
             (index,) = loop.index
-            base = lax.div(index, squares) * m
-            i, j = _triangle(lax.rem(index, squares), count)
+            member = lax.div(index, squares)
+            square = lax.rem(index, squares)
+            if full:
+                # A column of squares at a time: they share their columns of X.
+                i, j = lax.rem(square, count), lax.div(square, count)
+            else:
+                i, j = _triangle(square, count)
             top, left = i * tiles.side + part * tiles.rows, j * tiles.side
 
             def context(multiply: Any) -> None:
                 place = (
-                    base,
+                    member,
                     top + (group * rows if by_rows else 0),
                     left + (0 if by_rows else group * columns),
                 )
@@ -184,19 +212,22 @@ def _kernel(factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Any, stack:
                     )
                     epilogue.start()
                     multiply(acc)
-                    epilogue.store(acc[...], i != j)
+                    epilogue.store(acc[...], None if full else i != j)
 
                 pl.run_scoped(finish, plgpu.ACC((rows, columns), jnp.float32))
 
             def body(_: Any, a: Any, b: Any, acc: Any) -> Any:
-                a, b = (a.at[mine], b) if by_rows else (a, b.at[mine])
-                plgpu.wgmma(acc, a, b.T)
+                b = b if full else b.T
+                a, b = (a.at[mine], b) if by_rows else (a, b.at[:, mine])
+                plgpu.wgmma(acc, a, b)
                 plgpu.wgmma_wait(tiles.delay)
                 return acc
 
             pipeline(body, context)(
-                a_hbm.at[pl.ds(base + top, tiles.rows), :],
-                b_hbm.at[pl.ds(base + left, tiles.side), :],
+                a_hbm.at[member, pl.ds(top, tiles.rows), :],
+                b_hbm.at[member, :, pl.ds(left, tiles.side)]
+                if full
+                else b_hbm.at[member, pl.ds(left, tiles.side), :],
                 allocations=allocations,
             )
 
@@ -205,7 +236,9 @@ def _kernel(factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Any, stack:
     addends = max(1, len(c_hbm))
     pl.run_scoped(
         scope,
-        allocations=pipeline(_ignore, _ignore).get_allocations(a_hbm, b_hbm),
+        allocations=pipeline(_ignore, _ignore).get_allocations(
+            a_hbm.at[0], b_hbm.at[0]
+        ),
         blocks=plgpu.SMEM(
             (2, 2, addends, BLOCK, BLOCK), out_hbm.dtype, transforms=swizzled
         ),
@@ -241,7 +274,7 @@ class _Epilogue:
     def _window(self, hbm: Any, row: Any, column: Any) -> Any:
         import jax.experimental.pallas as pl
 
-        return hbm.at[pl.ds(self.place[0] + row, BLOCK), pl.ds(column, BLOCK)]
+        return hbm.at[self.place[0], pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
 
     def _fetch(self, n: int) -> None:
         import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -282,7 +315,8 @@ class _Epilogue:
             if self.c_hbm and 0 < n < blocks - 1:
                 self._fetch(n + 1)
             self.blocks[n % 2, 0] = piece
-            self.mirror.T[...] = piece
+            if off_diagonal is not None:
+                self.mirror.T[...] = piece
             plgpu.commit_smem()
             row, column = self._at(n)
             plgpu.copy_smem_to_gmem(
@@ -291,12 +325,14 @@ class _Epilogue:
                 commit_group=False,
             )
 
-            @pl.when(off_diagonal)
-            def _() -> None:
-                plgpu.copy_smem_to_gmem(
-                    self.mirror,
-                    self._window(self.out_hbm, column, row),  # noqa: B023
-                    commit_group=False,
-                )
+            if off_diagonal is not None:
+
+                @pl.when(off_diagonal)
+                def _() -> None:
+                    plgpu.copy_smem_to_gmem(
+                        self.mirror,
+                        self._window(self.out_hbm, column, row),  # noqa: B023
+                        commit_group=False,
+                    )
 
             plgpu.commit_smem_to_gmem_group()
