@@ -71,7 +71,7 @@ def iterations(rounds: int, calls: int) -> list[dict[str, Any]]:
     rows = []
     for shape in STACKS:
         x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
-        fns = {
+        fns: dict[str, Callable[..., Any]] = {
             "plain bfloat16": jax.jit(einsum),
             "ours, stock XLA": jax.jit(functools.partial(ours, kernels=False)),
             "ours": jax.jit(functools.partial(ours, kernels=None)),

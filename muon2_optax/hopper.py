@@ -9,12 +9,13 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType
 
 from muon2_optax import symmetric
 from muon2_optax.coefficients import Frobenius, Plan
@@ -35,7 +36,7 @@ _cuda: contextvars.ContextVar[bool] = contextvars.ContextVar("cuda", default=Fal
 
 
 @contextlib.contextmanager
-def kernels(on: bool | None) -> Iterator[None]:
+def kernels(on: bool | None) -> Generator[None]:
     """Turns the kernels off, or on for a GPU that is not here; None: by the device.
 
     It acts on what is traced inside, not on what ``jax.jit`` has already traced.
@@ -60,6 +61,17 @@ def available() -> bool:
     return str(capability).startswith("9.")
 
 
+def _unpartitioned() -> bool:
+    """Whether XLA will leave the program traced now on one device.
+
+    It cannot divide a kernel: it would gather the operands and run it everywhere.
+    """
+    if _forced.get() or jax.device_count() == 1:
+        return True
+    types = jax.sharding.get_abstract_mesh().axis_types
+    return bool(types) and all(t == AxisType.Manual for t in types)
+
+
 def for_cuda(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` as the branch of a program that runs on CUDA."""
 
@@ -79,12 +91,15 @@ def chunk_size(
 ) -> int | None:
     """How many matrices (m, n), m <= n, run at once; None where stock XLA serves.
 
-    The kernel pays where its tiles fill the multiprocessors: m a multiple of 128, and
-    at least as many tiles as there are thread blocks. Other shapes, dtypes,
-    normalizations, and coefficients that are traced, take the plain path.
+    The kernel pays where its tiles fill the multiprocessors: m a multiple of 128 from
+    768 on (smaller ones were not measured), and tiles for nearly all thread blocks.
+    Other shapes, dtypes, normalizations, and coefficients that are traced, take the
+    plain path.
     """
     m, n = shape
-    if not _cuda.get() or jnp.dtype(dtype).itemsize != 2 or m % 128 or m < 512:
+    if not (_cuda.get() and _unpartitioned()):
+        return None
+    if jnp.dtype(dtype).itemsize != 2 or m % 128 or m < 768:
         return None
     if not (plan.static and isinstance(plan.normalization, Frobenius) and plan.rows):
         return None
@@ -102,42 +117,19 @@ def chunk_size(
     return -(-count // (divisors[0] if divisors else chunks))
 
 
-def prepare(x: jax.Array, plan: Plan, dtype: jnp.dtype) -> jax.Array:
-    """Normalized, times the gain, in ``dtype``: one pass for the norm, one to write.
-
-    Squares are summed in float64, where those of any float32 fit.
-    """
-    how = plan.normalization
-    with jax.enable_x64(True):
-        square = jnp.square(x.astype(jnp.float64))
-        norm = jnp.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
-        norm = jnp.maximum(how.factor * norm + how.eps, how.floor)
-        # An infinite entry makes its matrix NaN.
-        norm = jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        norm = norm.astype(wide)
-    return rows_major((x.astype(wide) / norm * gain(plan.rows)).astype(dtype), 1)
-
-
-def rows_major(x: jax.Array, size: int | None) -> jax.Array:
-    """Keeps XLA from storing a 16-bit ``x`` transposed, on the kernel's path.
-
-    It would store everything that x is made of transposed with it, which is in float32.
-    """
-    if size is None:
-        return x
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
-
-
 def run(
-    leaves: Sequence[jax.Array],
+    matrices: Sequence[jax.Array],
+    plan: Plan,
     chunks: Sequence[Sequence[Any]],
     size: int,
+    dtype: jnp.dtype,
     interpret: Any = None,
-) -> list[jax.Array]:
-    """``iterate`` on the matrices of all leaves (..., m, n), ``size`` at a time."""
-    m, n = leaves[0].shape[-2:]
-    flat = [y.reshape(-1, m, n) for y in leaves]
+) -> tuple[jax.Array, ...]:
+    """Normalizes and iterates the matrices of all stacks, ``size`` at a time."""
+    m, n = sorted(matrices[0].shape[-2:])
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
+    assert isinstance(plan.normalization, Frobenius)
+    norms = _norms(flat, plan.normalization)
     groups: list[list[tuple[int, int, int]]] = []
     room = 0
     for i, y in enumerate(flat):
@@ -151,19 +143,52 @@ def run(
             room -= high - low
             low = high
     results: list[list[jax.Array]] = [[] for _ in flat]
+    done = 0
     for group in groups:
-        # Columns of zeros change nothing.
-        wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
-        stack = jnp.concatenate([jnp.pad(flat[i][lo:hi], wide) for i, lo, hi in group])
-        done = iterate(stack, chunks, interpret)[..., :n]
-        low = 0
-        for i, lo, hi in group:
-            results[i].append(done[low : low + hi - lo])
-            low += hi - lo
-    return [
-        (r[0] if len(r) == 1 else jnp.concatenate(r)).reshape(y.shape)
-        for r, y in zip(results, leaves)
-    ]
+        ready = []
+        for i, low, high in group:
+            y, norm = flat[i][low:high], norms[done : done + high - low]
+            y = y.astype(norm.dtype) / norm[:, None, None] * gain(plan.rows)
+            y = _rows_major(y.astype(dtype))
+            # Columns of zeros change nothing.
+            wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
+            ready.append(jnp.pad(y if y.shape[1] == m else y.mT, wide))
+            done += high - low
+        outputs = iterate(jnp.concatenate(ready), chunks, interpret)[..., :n]
+        at = 0
+        for i, low, high in group:
+            o, at = outputs[at : at + high - low], at + high - low
+            results[i].append(o if flat[i].shape[1] == m else _rows_major(o.mT))
+    return tuple(
+        (r[0] if len(r) == 1 else jnp.concatenate(r)).reshape(x.shape).astype(x.dtype)
+        for r, x in zip(results, matrices)
+    )
+
+
+def _norms(stacks: Sequence[jax.Array], how: Frobenius) -> jax.Array:
+    """What to divide each matrix of the stacks by, (total count,).
+
+    Squares are summed in float64, where those of any float32 fit: one pass over the
+    values. The sums of rows are gathered, so that one small program serves all.
+    """
+    wide = jnp.result_type(jnp.float32, *stacks)
+    longest = max(x.shape[1] for x in stacks)
+    with jax.enable_x64(True):
+        rows = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1) for x in stacks]
+        rows = [jnp.pad(r, [(0, 0), (0, longest - r.shape[1])]) for r in rows]
+        norm = jnp.sqrt(jnp.sum(jnp.concatenate(rows), axis=-1))
+        norm = jnp.maximum(how.factor * norm + how.eps, how.floor)
+        # An infinite entry makes its matrix NaN.
+        norm = jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
+        return norm.astype(wide)
+
+
+def _rows_major(x: jax.Array) -> jax.Array:
+    """Keeps XLA from storing ``x`` transposed.
+
+    It would store everything that x is made of transposed with it, in float32.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def gain(rows: Sequence[Any]) -> float:

@@ -108,26 +108,23 @@ def run_batch(
     *matrices: jax.Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
     """One batch through one iteration: wide side last, 16-bit before stacking."""
-    ready, floors, restore = [], [], []
     count = sum(math.prod(x.shape[:-2]) for x in matrices)
     m, n = sorted(matrices[0].shape[-2:])
     size = hopper.chunk_size(count, (m, n), plan, dtype)
+    if size is not None:
+        return hopper.run(matrices, plan, _chunks(plan, m, n, dtype), size, dtype)
+    ready, floors, restore = [], [], []
     for x in matrices:
         # One-sided scaling of a square matrix acts on its outputs.
         square = x.shape[-2] == x.shape[-1]
         one_sided = isinstance(plan.normalization, AOL)
         tall = x.shape[-2] > x.shape[-1] or (square and one_sided)
-        if size is None:
-            y, floor = normalize(x, plan.normalization)
-            y = y.astype(dtype)
-        else:
-            y, floor = hopper.prepare(x, plan, dtype), None
+        y, floor = normalize(x, plan.normalization)
+        y = y.astype(dtype)
         ready.append(adjoint(y) if tall else y)
         floors.append(floor)
         restore.append((x, tall))
-    if size is not None:
-        outputs = hopper.run(ready, _chunks(plan, m, n, dtype), size)
-    elif len(ready) == 1:
+    if len(ready) == 1:
         outputs = [iterate(ready[0], floors[0], plan)]
     else:
         stack = jnp.concatenate([y.reshape(-1, *y.shape[-2:]) for y in ready])
@@ -136,7 +133,7 @@ def run_batch(
         parts = jnp.split(iterate(stack, floor, plan), counts[:-1])
         outputs = [p.reshape(y.shape) for p, y in zip(parts, ready)]
     return tuple(
-        (hopper.rows_major(adjoint(o), size) if tall else o).astype(x.dtype)
+        (adjoint(o) if tall else o).astype(x.dtype)
         for o, (x, tall) in zip(outputs, restore)
     )
 

@@ -185,7 +185,7 @@ def _kernel(
         )
 
     def scope(allocations: Any, blocks: Any, mirrors: Any, arrived: Any) -> None:
-        buffers = [x.at[group] for x in (blocks, mirrors)] + [arrived]
+        block, mirror = blocks.at[group], mirrors.at[group]
 
         @plgpu.nd_loop((stack * squares,), collective_axes="clusters")
         def _(loop: Any) -> None:
@@ -207,9 +207,11 @@ def _kernel(
                 )
 
                 def finish(acc: Any) -> None:
+                    shape = (rows, columns)
                     epilogue = _Epilogue(
-                        factors, c_hbm, out_hbm, *buffers, group, place, (rows, columns)
-                    )
+                        factors, c_hbm, out_hbm, block, mirror, arrived, group, place,
+                        shape,
+                    )  # fmt: skip
                     epilogue.start()
                     multiply(acc)
                     epilogue.store(acc[...], None if full else i != j)
