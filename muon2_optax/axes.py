@@ -26,28 +26,30 @@ class MatrixAxes:
     side are flattened together; axes on neither side are batch axes: each index along
     them is a matrix of its own (stacked layers, experts, heads).
 
-    ==============================  ==========================  ====================
-    parameter                       shape                       axes
-    ==============================  ==========================  ====================
-    flax / Haiku kernel             (in, out)                   ``MatrixAxes(0, 1)``
-    torch / Equinox weight          (out, in)                   ``MatrixAxes(1, 0)``
-    stacked layers, experts         (..., in, out)              ``MatrixAxes(-2, -1)``
-    DenseGeneral q, k, v            (d, heads, head_dim)        ``MatrixAxes(0, (1,
-    2))`` DenseGeneral out                (heads, head_dim, d)        ``MatrixAxes((0,
-    1), 2)`` one matrix per head             (d, heads, head_dim)        ``MatrixAxes(0,
-    2)`` convolution HWIO                (h, w, in, out)             ``MatrixAxes((0, 1,
-    2), 3)`` convolution OIHW                (out, in, h, w)
-    ``MatrixAxes((1, 2, 3), 0)`` fused q, k, v, axis of 3        (d, 3, d)
-        ``MatrixAxes(0, 2)`` fused q, k, v, flat             (d, dq + dk + dv)
-        ``MatrixAxes(0, 1, (dq, dk, dv))``
-    ==============================  ==========================  ====================
+    ===========================  ======================  =============================
+    parameter                    shape                   axes
+    ===========================  ======================  =============================
+    flax / Haiku kernel          (in, out)               ``MatrixAxes(-2, -1)``
+    torch / Equinox weight       (out, in)               ``MatrixAxes(-1, -2)``
+    DenseGeneral q, k, v         (d, heads, k)           ``MatrixAxes(-3, (-2, -1))``
+    DenseGeneral out             (heads, k, d)           ``MatrixAxes((-3, -2), -1)``
+    one matrix per head          (d, heads, k)           ``MatrixAxes(-3, -1)``
+    convolution HWIO             (h, w, in, out)         ``MatrixAxes((0, 1, 2), 3)``
+    convolution OIHW             (out, in, h, w)         ``MatrixAxes((1, 2, 3), 0)``
+    fused q, k, v, axis of 3     (d, 3, d)               ``MatrixAxes(-3, -1)``
+    fused q, k, v, flat          (d, dq + dk + dv)       ``MatrixAxes(-2, -1, (dq, dk,
+                                                         dv))``
+    ===========================  ======================  =============================
+
+    Negative axes fit the same layer stacked (scanned) over layers or experts in front:
+    the axes before the matrix are batch axes then. Axes counted from the front do not.
 
     Attributes:
       in_axis: axis or axes summed over (fan-in); negative counts from the end.
       out_axis: axis or axes of the result (fan-out).
       out_splits: sizes of independent blocks along the single ``out_axis``: a fused
         projection whose parts are matrices of their own. Empty: one block.
-    """  # noqa: E501
+    """
 
     in_axis: Axis
     out_axis: Axis

@@ -50,8 +50,8 @@ def stored(
 ) -> tuple[Stored, bool]:
     """The storage of one leaf, and whether its sides were swapped to be canonical.
 
-    ``turn_squares``: a square matrix may be turned so that one divided along either side
-    is the same task. Not under a one-sided normalization, for which sides differ.
+    ``turn_squares``: a square matrix may be turned, so that one divided along either
+    side is the same task. Not under a one-sided normalization: there, sides differ.
     """
     ins, outs = (_side(axes, place, dims) for dims in (axes.ins, axes.outs))
     if len(axes.splits) > 1:

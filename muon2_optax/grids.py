@@ -1,7 +1,6 @@
 """Running a transform on blocks of each matrix, or only every so many steps."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +31,7 @@ def periodically(
 ) -> optax.GradientTransformationExtraArgs:
     """Runs ``seldom`` on steps 0, period, 2 period, ..., ``often`` on the others."""
     seldom, often = map(optax.with_extra_args_support, (seldom, often))
-    if not isinstance(period, jax.Array) and (period != int(period) or period < 1):
+    if not isinstance(period, jax.Array) and (period % 1 or period < 1):
         raise ValueError(f"period must be a whole number of steps, 1 or more: {period}")
 
     def init_fn(params: optax.Params) -> PeriodicState:
@@ -80,28 +79,37 @@ def in_blocks(
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
 
-        def leaf(name: str, u: jax.Array) -> tuple[jax.Array]:
-            axes = require_matrix(rules, name, u)
-            on_grid = functools.partial(_on_grid, axes=axes, grid=grid, inner=inner)
-            return (layout.automatic(on_grid, [u])[0],)
+        axes: list[ResolvedAxes] = []
+        leaves: list[jax.Array] = []
 
-        return trees.map_leaves(leaf, updates)[0]
+        def collect(name: str, u: jax.Array) -> tuple[jax.Array]:
+            axes.append(require_matrix(rules, name, u))
+            leaves.append(u)
+            return (u,)
+
+        trees.map_leaves(collect, updates)
+
+        def on_grid(*xs: jax.Array) -> list[jax.Array]:
+            return _on_grid(xs, axes, grid, inner)
+
+        done = iter(layout.automatic(on_grid, leaves))
+        return trees.map_leaves(lambda name, u: (next(done),), updates)[0]
 
     return optax.stateless(update_fn)
 
 
 def _on_grid(
-    x: jax.Array,
-    axes: ResolvedAxes,
+    xs: Sequence[jax.Array],
+    axes: Sequence[ResolvedAxes],
     grid: tuple[int, int],
     inner: optax.GradientTransformation,
 ) -> list[jax.Array]:
-    results = []
-    for matrix in axes.to_blocks(x):
-        cut = _cut(matrix, grid)
-        done, _ = inner.update([cut], inner.init([cut]))
-        results.append(_join(jax.tree.leaves(done)[0], matrix.shape))
-    return [axes.from_blocks(results)]
+    """All blocks of all leaves in one update, so that equal ones run together."""
+    matrices = [a.to_blocks(x) for a, x in zip(axes, xs)]
+    cuts = [_cut(m, grid) for leaf in matrices for m in leaf]
+    done = iter(jax.tree.leaves(inner.update(cuts, inner.init(cuts))[0]))
+    joined = [[_join(next(done), m.shape) for m in leaf] for leaf in matrices]
+    return [a.from_blocks(blocks) for a, blocks in zip(axes, joined)]
 
 
 def _cut(x: jax.Array, grid: tuple[int, int]) -> jax.Array:

@@ -94,6 +94,7 @@ def require_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
         raise ValueError(
             f"{name!r} of shape {tuple(leaf.shape)} is not a matrix under these rules; "
             "send it elsewhere with optax.partition({'matrix': ..., 'adam': ...}, "
-            "rules.labels), or add a rule for it to MatrixRules"
+            "rules.labels), or add a rule for it to MatrixRules and pass rules=... to"
+            " every transform of the chain"
         )
     return axes

@@ -33,8 +33,8 @@ _NOT_MATRICES = tuple(
             "head",
             r"lm_?head|(^|/)(head|classifier)(/|$)|^(params/)?output/\w+$|logits|unembed",
         ),
-        ("norm", r"norm(?!al)|(^|/)ln(_?\w*)?(/|$)|(^|/)(scale|gain|gamma|beta)$"),
-        ("bias", r"bias$"),
+        ("norm", r"norm(?!al)|(^|/)ln(_?\w*)?(/|$)|(^|/)(scale|gain|gamma|beta)(/|$)"),
+        ("bias", r"bias(/|$)"),
         ("router", r"router|moe[^/]*/gate(/|$)"),
         ("state space", r"(^|/)(a_log|dt_proj|conv1d)(/|$)"),
     )

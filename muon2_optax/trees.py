@@ -39,7 +39,9 @@ def named_leaves(
     named = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        inner = jax.tree.leaves(leaf, is_leaf=is_leaf) if is_box(leaf) else [leaf]
+        inner = [leaf]
+        if is_box(leaf):  # a box that a mask has emptied still has its path
+            inner = jax.tree.leaves(leaf, is_leaf=is_leaf) or [None]
         named.extend((name, x) for x in inner)
     return named
 
