@@ -1,0 +1,276 @@
+"""The symmetric kernel and the iteration on it: interpreted, and lowered for CUDA."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from reference import relative_error
+
+from muon2_optax import coefficients, hopper, polar, symmetric
+from muon2_optax.symmetric import Tiles
+
+PLAN = coefficients.resolve("keller", 3)
+KELLER3 = PLAN.rows
+
+needs_kernel = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11"
+)
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu
+
+    # As few simulated multiprocessors as make more than one take part.
+    monkeypatch.setattr(symmetric, "_processors", lambda: 2)
+    return mosaic_gpu.InterpretGPUParams()
+
+
+def _stack(shape, seed=0, dtype=np.float16):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def _orthogonal(n, seed=0):
+    return np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))[0]
+
+
+SMALL = Tiles(side=128, stages=2)
+
+
+# --- the kernel ---------------------------------------------------------------------
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("addends", [0, 2])
+def test_product(addends, dtype, interpret):
+    x = jnp.asarray(_stack((2, 256, 128)), dtype)
+    cs = [_stack((2, 256, 256), 1 + i, np.float64) for i in range(addends)]
+    cs = [jnp.asarray(c + c.swapaxes(1, 2), dtype) for c in cs]
+    pairs = [(0.5 + i, c) for i, c in enumerate(cs)]
+    got = symmetric.product(x, x, *pairs, alpha=0.25, tiles=SMALL, interpret=interpret)
+    wide = np.asarray(x, np.float64)
+    want = 0.25 * wide @ wide.swapaxes(1, 2)
+    want = want + sum(beta * np.asarray(c, np.float64) for beta, c in pairs)
+    got = np.asarray(got, np.float64)
+    # One rounding of the result.
+    assert np.abs(got - want).max() <= jnp.finfo(dtype).eps * np.abs(want).max()
+    np.testing.assert_array_equal(got, got.swapaxes(1, 2))
+
+
+@needs_kernel
+def test_product_in_clusters(interpret):
+    x = jnp.asarray(_stack((1, 512, 64)))
+    got = symmetric.product(x, x, alpha=0.5, interpret=interpret)
+    wide = np.asarray(x, np.float64)
+    assert relative_error(got, 0.5 * wide @ wide.swapaxes(1, 2)) < 1e-3
+
+
+@needs_kernel
+def test_product_of_commuting_matrices(interpret):
+    q = _orthogonal(256)
+    a, b = ((q * np.random.default_rng(i).uniform(-1, 1, 256)) @ q.T for i in range(2))
+    a16, b16 = (jnp.asarray(v[None], jnp.float16) for v in (a, b))
+    got = symmetric.product(a16, b16, tiles=SMALL, interpret=interpret)
+    # Rounding the operands: 256 terms of 2^-11 of about 0.04 each.
+    assert np.abs(np.asarray(got[0], np.float64) - a @ b).max() < 1e-3
+
+
+@needs_kernel
+def test_added(interpret):
+    p, x = _stack((2, 128, 128)) / 16, _stack((2, 128, 256), 1)
+    got = symmetric.added(
+        jnp.asarray(p), jnp.asarray(x), tiles=SMALL, interpret=interpret
+    )
+    p, x = p.astype(np.float64), x.astype(np.float64)
+    assert relative_error(got, x + p @ x) < 1e-3
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_the_triangle_has_every_element_once(count):
+    t = jnp.arange(count * (count + 1) // 2)
+    i, j = jax.vmap(lambda t: symmetric._triangle(t, count))(t)
+    assert sorted(zip(i.tolist(), j.tolist())) == [
+        (r, c) for r in range(count) for c in range(r + 1)
+    ]
+
+
+def test_shapes_without_tiles_are_refused():
+    x = jnp.ones((1, 100, 64), jnp.float16)
+    with pytest.raises(ValueError, match="no tiles"):
+        symmetric.product(x, x)
+
+
+# --- the iteration ------------------------------------------------------------------
+
+
+def _product(a, b, *addends, alpha=1.0, tiles=None, interpret=None):
+    """The kernel's arithmetic: 16-bit operands, float32 inside, one rounding."""
+    wide = [v.astype(jnp.float32) for v in (a, b)]
+    out = alpha * jnp.matmul(wide[0], wide[1].mT, precision="highest")
+    out = out + sum(beta * c.astype(jnp.float32) for beta, c in addends)
+    return out.astype(a.dtype)
+
+
+def _added(p, x, *, tiles=None, interpret=None):
+    wide = jnp.matmul(p.astype(jnp.float32), x.astype(jnp.float32), precision="highest")
+    return (x.astype(jnp.float32) + wide).astype(x.dtype)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    monkeypatch.setattr(symmetric, "product", _product)
+    monkeypatch.setattr(symmetric, "added", _added)
+
+
+def _with_spectrum(m, n, s, seed=0):
+    return (_orthogonal(m, seed) * s) @ np.eye(m, n) @ _orthogonal(n, seed + 1).T
+
+
+def _spectra(m, n):
+    return {
+        "normal": _stack((m, n), 5, np.float64),
+        "flat": _with_spectrum(m, n, np.ones(m)),
+        "decaying": _with_spectrum(m, n, np.logspace(0, -6, m)),
+        "deficient": _with_spectrum(m, n, np.r_[np.ones(m // 2), np.zeros(m - m // 2)]),
+        "spike": _with_spectrum(m, n, np.r_[1.0, np.full(m - 1, 1e-3)]),
+    }
+
+
+def _run(matrices, plan=PLAN, size=2, dtype=jnp.float16):
+    m, n = sorted(matrices[0].shape[-2:])
+    chunks = polar._chunks(plan, m, n, jnp.dtype(dtype))
+    run = functools.partial(
+        hopper.run, plan=plan, chunks=chunks, size=size, dtype=jnp.dtype(dtype)
+    )
+    return run([jnp.asarray(x, jnp.float32) for x in matrices])
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def _plain_bfloat16(x, rows):
+    y = (x / jnp.linalg.norm(x)).astype(jnp.bfloat16)
+    for a, b, c in rows:
+        gram = y @ y.T
+        y = a * y + (b * gram + c * (gram @ gram)) @ y
+    return y
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (128, 320)], ids=str)
+@pytest.mark.parametrize("name", list(_spectra(2, 2)))
+def test_at_least_as_accurate_as_plain_bfloat16(name, shape, emulated):
+    x = _spectra(*shape)[name]
+    want = reference.keller(x, 3)
+    got = np.asarray(_run([x])[0], np.float64)
+    plain = np.asarray(
+        _plain_bfloat16(jnp.asarray(x, jnp.float32), KELLER3), np.float64
+    )
+    assert np.isfinite(got).all()
+    assert relative_error(got, want) <= relative_error(plain, want)
+    assert np.vdot(got, x) > 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape", [(96, 96), (64, 192)], ids=str)
+def test_every_number_of_steps(shape, steps, emulated):
+    x = _stack(shape, 3, np.float64)
+    got = _run([x], coefficients.resolve("keller", steps))[0]
+    # Five steps of the Gram form multiply float16's 5e-4 by up to 3.4^2.
+    assert relative_error(got, reference.keller(x, steps)) < (3e-3, 2e-2)[steps > 3]
+
+
+def test_chunks_stacks_and_tall_members(emulated):
+    shapes = [(64, 160), (3, 64, 160), (160, 64), (2, 2, 160, 64), (64, 160)]
+    xs = [_stack(s, i, np.float64) for i, s in enumerate(shapes)]
+    for size in (1, 2, 4, 100):
+        for x, got in zip(xs, _run(xs, size=size)):
+            want = np.empty(x.shape)
+            for index in np.ndindex(x.shape[:-2]):
+                want[index] = reference.keller(x[index], 3)
+            assert got.shape == x.shape and relative_error(got, want) < 3e-3
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-20, 1.0, 1e20, 1e35])
+def test_any_magnitude(scale, emulated):
+    x = _stack((64, 96), 4, np.float64)
+    assert relative_error(_run([x * scale])[0], reference.keller(x, 3)) < 3e-3
+
+
+def test_zero_members_stay_zero_and_bad_ones_stay_alone(emulated):
+    x = _stack((4, 64, 96), 2, np.float32)
+    x[1] = 0
+    x[2, 3, 4] = np.inf
+    got = np.asarray(_run([x], size=4)[0])
+    assert not got[1].any() and np.isnan(got[2]).all()
+    assert np.isfinite(got[[0, 3]]).all()
+
+
+# --- when it is used ----------------------------------------------------------------
+
+
+def _lowered(on, shapes, **options):
+    def fn(*xs):
+        with hopper.kernels(on):
+            return polar.orthogonalize(xs, PLAN, **options)
+
+    xs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    return jax.jit(fn).trace(*xs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_kernel
+def test_lowers_for_cuda():
+    text = _lowered(True, [(8, 1024, 1312), (1312, 1024)])
+    # The Gram form of three steps: ten products that are symmetric, one that is not.
+    assert "mosaic_gpu" in text and "dot_general" not in text
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "on, shapes, options",
+    [
+        (False, [(8, 1024, 1312)], {}),
+        (True, [(8, 1000, 1312)], {}),
+        (True, [(768, 768)], {}),
+        (True, [(8, 1024, 1312)], {"ns_dtype": jnp.float32}),
+    ],
+    ids=["off", "odd", "few", "float32"],
+)
+def test_stock_products_elsewhere(on, shapes, options):
+    assert "mosaic_gpu" not in _lowered(on, shapes, **options)
+
+
+def test_is_off_without_a_hopper_gpu():
+    if jax.default_backend() != "gpu":
+        assert not hopper.available()
+
+
+def test_chunks_are_bounded_and_equal():
+    token = hopper._cuda.set(True)
+    try:
+        with hopper.kernels(True):
+            size = functools.partial(
+                hopper.chunk_size, plan=PLAN, dtype=jnp.dtype(jnp.float16)
+            )
+            assert size(72, (2048, 5472)) == 18
+            assert size(96, (2048, 2048)) == 48
+            assert size(40, (5120, 13824)) == 2
+            assert size(24, (16384, 65536)) == 1
+            assert size(73, (2048, 5472)) <= 19
+            aol = coefficients.resolve("turbo", 3)
+            assert hopper.chunk_size(72, (2048, 5472), aol, jnp.dtype(jnp.float16)) is (
+                None
+            )
+    finally:
+        hopper._cuda.reset(token)
+
+
+def test_importing_the_package_does_not_import_pallas():
+    code = (
+        "import sys, muon2_optax; "
+        "sys.exit(any(m.startswith('jax.experimental.pallas') for m in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
