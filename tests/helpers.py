@@ -17,6 +17,7 @@ every = pytest.mark.parametrize("name", OPTIMIZERS)
 
 # Arguments other than an optimizer's defaults, so that all its parts run here.
 EXTRA: dict[str, dict[str, Any]] = {
+    "dion": {"rank_fraction": 0.5},
     "muon_bp": {"period": 2},
     "teon": {"joint": "^stack$"},
 }
@@ -60,7 +61,7 @@ def only(name: str, **kw: Any) -> dict[str, Any]:
 
 
 # Half of XLA's time on CPU goes into machine code that runs for microseconds here.
-compile = functools.partial(
+quick_jit = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0}
 )
 
@@ -69,7 +70,7 @@ compile = functools.partial(
 def compiled(name: str, **kw: Any) -> Any:
     """``make(...)`` with its update compiled, once for all tests that ask for it."""
     tx = make(name, **kw)
-    return optax.GradientTransformationExtraArgs(tx.init, compile(tx.update))
+    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(tx.update))
 
 
 def bare(name: str) -> Any:
@@ -103,7 +104,7 @@ def run(tx: Any, params: Any, grads: list[Any]) -> tuple[Any, Any, Any]:
 
 
 def run_compiled(tx: Any, params: Any, grads: list[Any]) -> tuple[Any, Any, Any]:
-    fast = optax.GradientTransformationExtraArgs(tx.init, compile(tx.update))
+    fast = optax.GradientTransformationExtraArgs(tx.init, quick_jit(tx.update))
     return run(fast, params, grads)
 
 

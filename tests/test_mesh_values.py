@@ -14,12 +14,12 @@ from helpers import (
     SMALL,
     accepts,
     assert_close,
-    compile,
     compiled,
     every,
     gradients,
     leaves,
     make,
+    quick_jit,
     run,
     sample,
 )
@@ -33,6 +33,11 @@ LAYOUTS = {
     "columns": {"w": P(None, "y"), "b": P()},
     "grid": {"w": P("x", "y"), "b": P("x")},
 }
+CASES = [
+    (AxisType.Auto, "grid"),
+    (AxisType.Explicit, "rows"),
+    (AxisType.Explicit, "columns"),
+]
 # Matrices that run as one batch and are sharded differently.
 TOGETHER = {
     "block": {"up": P("x", "y")},
@@ -62,14 +67,10 @@ def on(where, kind):
 
 
 @every
-@pytest.mark.parametrize(
-    "kind, layout",
-    [(AxisType.Auto, "grid"), *((AxisType.Explicit, layout) for layout in LAYOUTS)],
-    ids=str,
-)
+@pytest.mark.parametrize("kind, layout", CASES, ids=str)
 def test_values_and_types(name, kind, layout):
     where, specs, tx = mesh(kind), LAYOUTS[layout], make(name)
-    update = compile(tx.update)
+    update = quick_jit(tx.update)
     with on(where, kind):
         params = place(sample(0, SMALL), where, specs)
         state = tx.init(params)
@@ -107,7 +108,7 @@ def test_differently_sharded_matrices_in_one_batch(name, kind):
         tx = make(name, rules=RULES, **auto)
         guarded = optax.apply_if_finite(tx, 3)
         start = guarded.init(params)
-        got, state = compile(guarded.update)(params, start, params)
+        got, state = quick_jit(guarded.update)(params, start, params)
         # Optax's own counters start off the mesh.
         assert typeof(got) == typeof(params)
         assert typeof(state.inner_state) == typeof(start.inner_state)
@@ -129,5 +130,5 @@ def test_without_jit():
         updates, state = tx.update(params, tx.init(params), params)
         assert typeof(updates) == typeof(params)
         assert typeof(state) == typeof(tx.init(params))
-    want, _ = compile(tx.update)(plain, tx.init(plain), plain)
+    want, _ = quick_jit(tx.update)(plain, tx.init(plain), plain)
     assert_close(updates, want)
