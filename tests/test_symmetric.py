@@ -91,10 +91,13 @@ def test_added(interpret):
     assert relative_error(got, x + p @ x) < 1e-3
 
 
+@needs_kernel
 @pytest.mark.parametrize("count", range(1, 10))
 def test_the_triangle_has_every_element_once(count):
+    from muon2_optax import mosaic
+
     t = jnp.arange(count * (count + 1) // 2)
-    i, j = jax.vmap(lambda t: symmetric._triangle(t, count))(t)
+    i, j = jax.vmap(lambda t: mosaic.triangle(t, count))(t)
     assert sorted(zip(i.tolist(), j.tolist())) == [
         (r, c) for r in range(count) for c in range(r + 1)
     ]
@@ -259,7 +262,7 @@ def test_chunks_are_bounded_and_equal():
             assert size(96, (2048, 2048)) == 48
             assert size(40, (5120, 13824)) == 2
             assert size(24, (16384, 65536)) == 1
-            assert size(73, (2048, 5472)) <= 19
+            assert size(73, (2048, 5472)) in range(1, 20)
             aol = coefficients.resolve("turbo", 3)
             assert hopper.chunk_size(72, (2048, 5472), aol, jnp.dtype(jnp.float16)) is (
                 None

@@ -1,0 +1,238 @@
+"""The body of the kernel in ``symmetric``, in Pallas for NVIDIA Hopper.
+
+Persistent: each cluster of thread blocks takes every so many squares of the results.
+One warpgroup copies tiles of A and B to shared memory, two multiply them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from muon2_optax.symmetric import Tiles
+
+# Side of the blocks in which a tile leaves: 64 columns of 16 bits are the 128 bytes of
+# the widest swizzle.
+BLOCK = 64
+
+_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def kernel(
+    factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Tiles, full: bool
+) -> None:
+    """A B^T (or A B, ``full``) times factors[0], and the C of ``rest`` times theirs."""
+    *c_hbm, out_hbm = rest
+    group = lax.axis_index("group")
+    feed = functools.partial(_pipeline, tiles, full, a_hbm.shape[2] // tiles.depth)
+    shape, (down, right) = _share(tiles, group)
+    mine = pl.ds(right, shape[1]) if tiles.split != "rows" else pl.ds(down, shape[0])
+
+    def scope(allocations: Any, blocks: Any, mirrors: Any, arrived: Any) -> None:
+        block, mirror = blocks.at[group], mirrors.at[group]
+
+        @plgpu.nd_loop(
+            (a_hbm.shape[0] * _counts(a_hbm, out_hbm, tiles, full)[1],),
+            collective_axes="clusters",
+        )
+        def _(loop: Any) -> None:
+            member, i, j = _square(loop.index[0], a_hbm, out_hbm, tiles, full)
+            top = i * tiles.side + lax.axis_index("part") * tiles.rows
+            left = j * tiles.side
+
+            def context(multiply: Any) -> None:
+                place = (member, top + down, left + right)
+
+                def finish(acc: Any) -> None:
+                    epilogue = _Epilogue(
+                        factors, c_hbm, out_hbm, block, mirror, arrived, group, place,
+                        shape,
+                    )  # fmt: skip
+                    epilogue.start()
+                    multiply(acc)
+                    epilogue.store(acc[...], None if full else i != j)
+
+                pl.run_scoped(finish, plgpu.ACC(shape, jnp.float32))
+
+            def body(_: Any, a: Any, b: Any, acc: Any) -> Any:
+                b = b if full else b.T
+                a, b = (a.at[mine], b) if tiles.split == "rows" else (a, b.at[:, mine])
+                plgpu.wgmma(acc, a, b)
+                plgpu.wgmma_wait(tiles.delay)
+                return acc
+
+            columns = pl.ds(left, tiles.side)
+            feed(body, context)(
+                a_hbm.at[member, pl.ds(top, tiles.rows), :],
+                b_hbm.at[(member, slice(None), columns) if full else (member, columns)],
+                allocations=allocations,
+            )
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    addends = max(1, len(c_hbm))
+
+    def buffer(shape: tuple[int, ...]) -> Any:
+        return plgpu.SMEM(shape, out_hbm.dtype, transforms=_SWIZZLED)
+
+    pl.run_scoped(
+        scope,
+        allocations=feed(_ignore, _ignore).get_allocations(a_hbm.at[0], b_hbm.at[0]),
+        blocks=buffer((2, 2, addends, BLOCK, BLOCK)),
+        mirrors=buffer((2, BLOCK, BLOCK)),
+        arrived=plgpu.Barrier(num_arrivals=addends, num_barriers=4),
+        collective_axes="group",
+    )
+
+
+def _ignore(*_: Any) -> None:
+    """Stands for the bodies where only a pipeline's buffers are asked for."""
+
+
+def _pipeline(tiles: Tiles, full: bool, steps: int, body: Any, context: Any) -> Any:
+    spec = functools.partial(
+        plgpu.BlockSpec,
+        transforms=_SWIZZLED,
+        memory_space=plgpu.SMEM,
+        delay_release=tiles.delay,
+    )
+    shared = ("part",) if tiles.cluster > 1 else ()
+    return plgpu.emit_pipeline_warp_specialized(
+        body,
+        grid=(steps,),
+        memory_registers=40,
+        in_specs=[
+            spec((tiles.rows, tiles.depth), lambda step: (0, step)),
+            spec(
+                (tiles.depth, tiles.side) if full else (tiles.side, tiles.depth),
+                lambda step: (step, 0) if full else (0, step),
+                collective_axes=shared,
+            ),
+        ],
+        wg_axis="group",
+        num_compute_wgs=2,
+        max_concurrent_steps=tiles.stages,
+        compute_context=context,
+    )
+
+
+def _share(tiles: Tiles, group: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
+    """Size of a warpgroup's part of its block's tile, and where it begins."""
+    if tiles.split == "rows":
+        return (tiles.rows // 2, tiles.side), (group * (tiles.rows // 2), 0)
+    return (tiles.rows, tiles.side // 2), (0, group * (tiles.side // 2))
+
+
+def _counts(a_hbm: Any, out_hbm: Any, tiles: Tiles, full: bool) -> tuple[int, int]:
+    """Rows of squares, and squares, of one result."""
+    rows = a_hbm.shape[1] // tiles.side
+    if full:
+        return rows, rows * pl.cdiv(out_hbm.shape[2], tiles.side)
+    return rows, rows * (rows + 1) // 2
+
+
+def _square(index: Any, *which: Any) -> tuple[Any, Any, Any]:
+    """Member of the stack, row and column of the squares' ``index``-th."""
+    rows, squares = _counts(*which)
+    member, square = lax.div(index, squares), lax.rem(index, squares)
+    if which[-1]:
+        # A column of squares at a time: they share their columns of X.
+        return member, lax.rem(square, rows), lax.div(square, rows)
+    return member, *triangle(square, rows)
+
+
+def triangle(index: Any, count: int) -> tuple[Any, Any]:
+    """Row and column of a lower triangle's element, from its number.
+
+    The triangle is folded into a rectangle: integer divisions, no square root.
+    """
+    half = (count + 1) // 2
+    even = 1 - count % 2
+    row, column = lax.div(index, half), lax.rem(index, half)
+    below = row >= column + even
+    return (
+        lax.select(below, row - even, half + column - (1 - even)),
+        lax.select(below, column, half + row),
+    )
+
+
+@dataclasses.dataclass
+class _Epilogue:
+    """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks."""
+
+    factors: Any
+    c_hbm: Sequence[Any]
+    out_hbm: Any
+    blocks: Any
+    mirror: Any
+    arrived: Any
+    group: Any
+    place: tuple[Any, Any, Any]
+    shape: tuple[int, int]
+
+    def _at(self, n: int) -> tuple[Any, Any]:
+        """Row and column in its matrix of the n-th block."""
+        row, column = divmod(n, self.shape[1] // BLOCK)
+        return self.place[1] + row * BLOCK, self.place[2] + column * BLOCK
+
+    def _window(self, hbm: Any, row: Any, column: Any) -> Any:
+        return hbm.at[self.place[0], pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
+
+    def _fetch(self, n: int) -> None:
+        for which, source in enumerate(self.c_hbm):
+            plgpu.copy_gmem_to_smem(
+                self._window(source, *self._at(n)),
+                self.blocks.at[n % 2, which],
+                self.arrived.at[self.group * 2 + n % 2],
+            )
+
+    def start(self) -> None:
+        """Asks for the first addends; they arrive while the tile is multiplied."""
+        if self.c_hbm:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._fetch(0)
+            self._fetch(1)
+
+    def store(self, value: Any, off_diagonal: Any) -> None:
+        blocks = self.shape[0] * self.shape[1] // BLOCK**2
+        for n in range(blocks):
+            row, column = divmod(n * BLOCK, self.shape[1])
+            row *= BLOCK
+            piece = value[row : row + BLOCK, column : column + BLOCK] * self.factors[0]
+            if self.c_hbm:
+                plgpu.barrier_wait(self.arrived.at[self.group * 2 + n % 2])
+            for which in range(len(self.c_hbm)):
+                addend = self.blocks[n % 2, which].astype(jnp.float32)
+                piece = piece + self.factors[1 + which] * addend
+            piece = piece.astype(self.out_hbm.dtype)
+            # There is one buffer for mirrors: the last block must have left it.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if self.c_hbm and 0 < n < blocks - 1:
+                self._fetch(n + 1)
+            self.blocks[n % 2, 0] = piece
+            if off_diagonal is not None:
+                self.mirror.T[...] = piece
+            plgpu.commit_smem()
+            row, column = self._at(n)
+            plgpu.copy_smem_to_gmem(
+                self.blocks.at[n % 2, 0],
+                self._window(self.out_hbm, row, column),
+                commit_group=False,
+            )
+
+            if off_diagonal is not None:
+
+                @pl.when(off_diagonal)
+                def _() -> None:
+                    plgpu.copy_smem_to_gmem(
+                        self.mirror,
+                        self._window(self.out_hbm, column, row),  # noqa: B023
+                        commit_group=False,
+                    )
+
+            plgpu.commit_smem_to_gmem_group()
