@@ -125,7 +125,8 @@ def zeros_like(p: Any, dtype: Any) -> jax.Array:
         and AxisType.Explicit in sharding.mesh.axis_types
     ):
         return jnp.zeros(p.shape, dtype or p.dtype, device=sharding)
-    return jnp.zeros_like(p, dtype)
+    # A dtype of its own keeps weakly typed parameters from making a weak state.
+    return jnp.zeros_like(p, dtype or jnp.result_type(p))
 
 
 def beside(params: Any, state: Any) -> Any:
