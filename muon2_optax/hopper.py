@@ -129,7 +129,7 @@ def run(
     m, n = sorted(matrices[0].shape[-2:])
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
     assert isinstance(plan.normalization, Frobenius)
-    norms = _norms(flat, plan.normalization)
+    factors = _factors(flat, plan.normalization, gain(plan.rows))
     groups: list[list[tuple[int, int, int]]] = []
     room = 0
     for i, y in enumerate(flat):
@@ -147,8 +147,9 @@ def run(
     for group in groups:
         ready = []
         for i, low, high in group:
-            y, norm = flat[i][low:high], norms[done : done + high - low]
-            y = y.astype(norm.dtype) / norm[:, None, None] * gain(plan.rows)
+            y = flat[i][low:high]
+            for f in factors:
+                y = y.astype(f.dtype) * f[done : done + high - low, None, None]
             y = _rows_major(y.astype(dtype))
             # Columns of zeros change nothing.
             wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
@@ -165,11 +166,14 @@ def run(
     )
 
 
-def _norms(stacks: Sequence[jax.Array], how: Frobenius) -> jax.Array:
-    """What to divide each matrix of the stacks by, (total count,).
+def _factors(
+    stacks: Sequence[jax.Array], how: Frobenius, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Two factors (total count,) that normalize each matrix of the stacks to ``scale``.
 
     Squares are summed in float64, where those of any float32 fit: one pass over the
-    values. The sums of rows are gathered, so that one small program serves all.
+    values. The sums of rows are gathered, so that one small program serves all. Two
+    factors, because 1 / norm may be out of the range of float32.
     """
     wide = jnp.result_type(jnp.float32, *stacks)
     longest = max(x.shape[1] for x in stacks)
@@ -180,7 +184,8 @@ def _norms(stacks: Sequence[jax.Array], how: Frobenius) -> jax.Array:
         norm = jnp.maximum(how.factor * norm + how.eps, how.floor)
         # An infinite entry makes its matrix NaN.
         norm = jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
-        return norm.astype(wide)
+        coarse = (1 / jnp.sqrt(norm)).astype(wide)
+        return coarse, (scale / norm / coarse.astype(jnp.float64)).astype(wide)
 
 
 def _rows_major(x: jax.Array) -> jax.Array:

@@ -197,7 +197,7 @@ def test_chunks_stacks_and_tall_members(emulated):
             assert got.shape == x.shape and relative_error(got, want) < 3e-3
 
 
-@pytest.mark.parametrize("scale", [1e-35, 1e-20, 1.0, 1e20, 1e35])
+@pytest.mark.parametrize("scale", [1e-34, 1e-20, 1.0, 1e20, 7e37])
 def test_any_magnitude(scale, emulated):
     x = _stack((64, 96), 4, np.float64)
     assert relative_error(_run([x * scale])[0], reference.keller(x, 3)) < 3e-3
