@@ -91,4 +91,5 @@ def automatic(
     # Where some axes are Manual (a partial shard_map) JAX cannot make others automatic.
     if AxisType.Explicit not in types or AxisType.Manual in types:
         return fn(*xs)
-    return jax.sharding.auto_axes(fn, out_sharding=shardings)(*xs)
+    result: Any = jax.sharding.auto_axes(fn, out_sharding=shardings)(*xs)
+    return result

@@ -150,7 +150,10 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     x = x.astype(dtypes.compute_dtype(x.dtype))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
     largest = jnp.where(largest == 0, 1, largest)
-    x = x / largest
+    # XLA divides by multiplying with the reciprocal, which is flushed to zero for the
+    # largest numbers; a power of two first brings them down exactly.
+    down = jnp.where(largest > 1e30, 2.0**-64, 1).astype(largest.dtype)
+    x = (x * down) / (largest * down)
     square = dtypes.squared_magnitude(x)
     norm = jnp.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
     if isinstance(how, AOL):

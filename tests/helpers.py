@@ -13,7 +13,12 @@ import pytest
 import muon2_optax as m2
 
 OPTIMIZERS = sorted(m2.REGISTRY)
-every = pytest.mark.parametrize("name", OPTIMIZERS)
+# The three of the first release run by default, the others with the slow tests.
+CORE = {"muon", "muon2", "muon2_f"}
+every = pytest.mark.parametrize(
+    "name",
+    [n if n in CORE else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS],
+)
 
 # Arguments other than an optimizer's defaults, so that all its parts run here.
 EXTRA: dict[str, dict[str, Any]] = {
