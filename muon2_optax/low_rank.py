@@ -2,10 +2,12 @@
 
 import math
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from muon2_optax import dtypes, layout, moments, trees
@@ -90,27 +92,65 @@ def scale_by_low_rank_orthonormal(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        axes: list[ResolvedAxes] = []
+        triples: list[tuple[jax.Array, ...]] = []
 
-        def leaf(name: str, g: jax.Array, mu: jax.Array, q: jax.Array) -> Any:
-            axes = matrix_axes(name, g)
+        def collect(name: str, *triple: jax.Array) -> tuple[jax.Array, ...]:
+            axes.append(matrix_axes(name, triple[0]))
+            triples.append(triple)
+            return triple
 
-            def run(g: jax.Array, mu: jax.Array, q: jax.Array) -> list[jax.Array]:
-                wide = dtypes.compute_dtype(g.dtype)
-                b = axes.to_blocks(mu.astype(wide) + g.astype(wide))[0]
-                update, rest, new_q = _power_iteration(b, q.astype(wide), b1, eps)
-                return [axes.from_blocks([update]), axes.from_blocks([rest]), new_q]
+        trees.map_leaves(collect, updates, state.mu, state.q)
+        flat = [x for triple in triples for x in triple]
 
-            new, rest, new_q = layout.automatic(run, [g, mu, q])
-            return (
-                dtypes.narrow(new, g.dtype),
-                dtypes.narrow(rest, mu.dtype),
-                new_q.astype(q.dtype),
-            )
+        def run(*xs: jax.Array) -> list[jax.Array]:
+            return _run(axes, xs[0::3], xs[1::3], xs[2::3], b1, eps)
 
-        updates, mu, q = trees.map_leaves(leaf, updates, state.mu, state.q)
+        done = layout.automatic(run, flat)
+        results = iter(zip(done[0::3], done[1::3], done[2::3]))
+        updates, mu, q = trees.map_leaves(
+            lambda name, *triple: next(results), updates, state.mu, state.q
+        )
         return updates, LowRankState(mu, q)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _run(
+    axes: Sequence[ResolvedAxes],
+    gs: Sequence[jax.Array],
+    mus: Sequence[jax.Array],
+    qs: Sequence[jax.Array],
+    b1: Any,
+    eps: Any,
+) -> list[jax.Array]:
+    """All leaves, those of equal shapes as one batch: update, momentum, Q of each."""
+    groups: dict[Any, list[int]] = {}
+    matrices, factors = [], []
+    for i, (a, g, mu, q) in enumerate(zip(axes, gs, mus, qs)):
+        wide = dtypes.compute_dtype(g.dtype)
+        matrices.append(a.to_blocks(mu.astype(wide) + g.astype(wide))[0])
+        factors.append(q.astype(wide))
+        key = (matrices[i].shape[-2:], q.shape[-2:], wide)
+        groups.setdefault(key, []).append(i)
+    results: list[Any] = [None] * (3 * len(gs))
+    for members in groups.values():
+        b, q = (
+            jnp.concatenate([rows[i].reshape(-1, *rows[i].shape[-2:]) for i in members])
+            for rows in (matrices, factors)
+        )
+        counts = [math.prod(matrices[i].shape[:-2]) for i in members]
+        parts = [
+            jnp.split(x, np.cumsum(counts)[:-1])
+            for x in _power_iteration(b, q, b1, eps)
+        ]
+        for i, update, rest, new_q in zip(members, *parts):
+            shape, a = matrices[i].shape, axes[i]
+            update, rest = (a.from_blocks([x.reshape(shape)]) for x in (update, rest))
+            results[3 * i] = dtypes.narrow(update, gs[i].dtype)
+            results[3 * i + 1] = dtypes.narrow(rest, mus[i].dtype)
+            results[3 * i + 2] = new_q.reshape(qs[i].shape).astype(qs[i].dtype)
+    return results
 
 
 def _power_iteration(
