@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from muon2_optax.symmetric import Tiles
+from muon2_optax.tiles import Tiles
 
 # Side of the blocks in which a tile leaves: 64 columns of 16 bits are the 128 bytes of
 # the widest swizzle.
