@@ -213,7 +213,7 @@ class Report:
                 f"{r.perplexity:.3f}",
                 f"{r.bits_per_byte:.4f}",
                 f"{r.tokens_per_second:,.0f}",
-                f"{r.seconds:.1f}",
+                f"{r.seconds:.0f}",
                 style="bold" if r.val_loss == best else "",
             )
         self._console.print(table)
