@@ -9,7 +9,7 @@ import optax
 
 from muon2_optax import layout, trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix, rules_or_default
+from muon2_optax.orthogonalize import required_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 # Every leaf that a block transform sees is a stack of blocks.
@@ -79,15 +79,7 @@ def in_blocks(
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
 
-        axes: list[ResolvedAxes] = []
-        leaves: list[jax.Array] = []
-
-        def collect(name: str, u: jax.Array) -> tuple[jax.Array]:
-            axes.append(require_matrix(rules, name, u))
-            leaves.append(u)
-            return (u,)
-
-        trees.map_leaves(collect, updates)
+        _, axes, leaves = required_matrices(rules, updates)
 
         def on_grid(*xs: jax.Array) -> list[jax.Array]:
             return _on_grid(xs, axes, grid, inner)

@@ -12,7 +12,7 @@ import optax
 
 from muon2_optax import coefficients, dtypes, layout, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix, rules_or_default
+from muon2_optax.orthogonalize import required_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 # Query, key and value projections under the names that model codes give them.
@@ -57,17 +57,7 @@ def orthogonalize_jointly(
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
-        names: list[str] = []
-        axes: list[ResolvedAxes] = []
-        leaves: list[jax.Array] = []
-
-        def collect(name: str, leaf: Any) -> tuple[Any]:
-            names.append(name)
-            axes.append(require_matrix(rules, name, leaf))
-            leaves.append(leaf)
-            return (leaf,)
-
-        trees.map_leaves(collect, updates)
+        names, axes, leaves = required_matrices(rules, updates)
         kinds = _kinds(names, axes, leaves, joint)
 
         def run(*xs: jax.Array) -> list[jax.Array]:

@@ -13,7 +13,7 @@ import optax
 from muon2_optax import dtypes, layout, moments, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
-from muon2_optax.polar import adjoint
+from muon2_optax.polar import adjoint, product
 from muon2_optax.rules import MatrixRules
 
 
@@ -163,18 +163,14 @@ def _power_iteration(
     largest = jnp.max(jnp.abs(a), axis=(-2, -1), keepdims=True, initial=0.0)
     largest = jnp.where(largest == 0, 1, largest)
     a = a / largest
-    p = jnp.linalg.qr(_product(a, q))[0]
-    r = _product(adjoint(a), p)
+    p = jnp.linalg.qr(product(a, q))[0]
+    r = product(adjoint(a), p)
     empty = jnp.all(a == 0, axis=(-2, -1), keepdims=True)
     p, r = jnp.where(empty, 0, p), jnp.where(empty, q, r)
-    rest = largest * (a - (1 - b1) * _product(p, adjoint(r)))
+    rest = largest * (a - (1 - b1) * product(p, adjoint(r)))
     columns = jnp.linalg.norm(r, axis=-2, keepdims=True) + eps / largest
     new_q = jnp.where(empty, q, r / jnp.where(columns == 0, 1, columns))
-    update = _product(p, adjoint(new_q))
+    update = product(p, adjoint(new_q))
     if not on_outputs:
         update, rest = adjoint(update), adjoint(rest)
     return update, rest, new_q
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -52,15 +53,7 @@ def newton_schulz_orthogonalize(
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
-        names, axes, leaves = [], [], []
-
-        def collect(name: str, leaf: Any) -> tuple[Any]:
-            names.append(name)
-            axes.append(require_matrix(rules, name, leaf))
-            leaves.append(leaf)
-            return (leaf,)
-
-        trees.map_leaves(collect, updates)
+        names, axes, leaves = required_matrices(rules, updates)
         done = iter(
             layout.orthogonalize_leaves(names, leaves, axes, plan, ns_dtype, shardings)
         )
@@ -98,3 +91,21 @@ def require_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
             " every transform of the chain"
         )
     return axes
+
+
+def required_matrices(
+    rules: MatrixRules, updates: optax.Updates
+) -> tuple[list[str], list[ResolvedAxes], list[jax.Array]]:
+    """Paths, axes and values of all leaves, each of which must be a matrix."""
+    names: list[str] = []
+    axes: list[ResolvedAxes] = []
+    leaves: list[jax.Array] = []
+
+    def collect(name: str, leaf: jax.Array) -> tuple[jax.Array]:
+        names.append(name)
+        axes.append(require_matrix(rules, name, leaf))
+        leaves.append(leaf)
+        return (leaf,)
+
+    trees.map_leaves(collect, updates)
+    return names, axes, leaves

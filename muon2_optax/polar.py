@@ -175,7 +175,7 @@ def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
     if not plan.static:
         return _dynamic(x, plan)
     for chunk in _chunks(plan, m, n, x.dtype):
-        gram = _product(x, adjoint(x)) if gram is None else gram
+        gram = product(x, adjoint(x)) if gram is None else gram
         x = _step(x, gram, *chunk[0]) if len(chunk) == 1 else _gram(x, gram, chunk)
         gram = None
     return x
@@ -184,7 +184,7 @@ def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
 def _almost_orthogonal(x: jax.Array, floor: jax.Array) -> tuple[jax.Array, jax.Array]:
     """AOL scaling of wide matrices, and the Gram matrix of the result."""
     wide = dtypes.compute_dtype(x.dtype)
-    gram = _product(x, adjoint(x)).astype(wide)
+    gram = product(x, adjoint(x)).astype(wide)
     total = jnp.maximum(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True), floor)
     scale = 1 / jnp.sqrt(jnp.where(total == 0, 1, total))
     gram = scale * gram * jnp.swapaxes(scale, -1, -2)
@@ -217,7 +217,7 @@ def _gram_chunks(rows: Sequence[Any]) -> list[list[Any]]:
 def _step(x: jax.Array, gram: jax.Array, a: Any, b: Any, c: Any) -> jax.Array:
     """X <- a X + (b A + c A^2) X with A = X X^H."""
     a, b, c = _coefficients((a, b, c), x.dtype)
-    return a * x + _product(b * gram + c * _product(gram, gram), x)
+    return a * x + product(b * gram + c * product(gram, gram), x)
 
 
 def _gram(x: jax.Array, r: jax.Array, rows: Sequence[Any]) -> jax.Array:
@@ -230,16 +230,16 @@ def _gram(x: jax.Array, r: jax.Array, rows: Sequence[Any]) -> jax.Array:
     bits would round to a multiple of 0.03 by the third step, stays an exact scalar.
     """
     a, b, c = rows[0]
-    alpha, p = a, b * r + c * _product(r, r)
+    alpha, p = a, b * r + c * product(r, r)
     z = p
     for next_a, b, c in rows[1:]:
-        t = a * r + _product(r, z)
-        r = a * t + _product(z, t)
+        t = a * r + product(r, z)
+        r = a * t + product(z, t)
         a = next_a
-        z = b * r + c * _product(r, r)
-        p = alpha * z + a * p + _product(p, z)
+        z = b * r + c * product(r, r)
+        p = alpha * z + a * p + product(p, z)
         alpha = alpha * a
-    return alpha * x + _product(p, x)
+    return alpha * x + product(p, x)
 
 
 def _dynamic(x: jax.Array, plan: Plan) -> jax.Array:
@@ -249,7 +249,7 @@ def _dynamic(x: jax.Array, plan: Plan) -> jax.Array:
 
     def body(i: jax.Array, x: jax.Array) -> jax.Array:
         a, b, c = table[jnp.minimum(i, last)]
-        return _step(x, _product(x, adjoint(x)), a, b, c)
+        return _step(x, product(x, adjoint(x)), a, b, c)
 
     return jax.lax.fori_loop(0, plan.steps, body, x)
 
@@ -267,7 +267,8 @@ def adjoint(x: jax.Array) -> jax.Array:
     return x.conj() if jnp.iscomplexobj(x) else x
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Matrix product of stacks, at no less than the operands' precision."""
     # HIGHEST keeps float32 out of TF32 and of single-pass bfloat16; products of 16-bit
     # operands accumulate in float32 on every backend.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
