@@ -93,7 +93,6 @@ def main() -> None:
     ours = m2.Shardings.of(params)
     rules = m2.MatrixRules(((r"", m2.MatrixAxes(-2, -1)),))
     dims = jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
-    rows = []
     for name in args.optimizers.split(","):
         if name == "optax.contrib.muon":
             tx: Any = optax.contrib.muon(0.02, muon_weight_dimension_numbers=dims)
@@ -111,7 +110,7 @@ def main() -> None:
             "device": args.topology.split(":")[0],
             "devices": int(devices.size),
         }
-        rows.append(row)
+        record.write(args.out, [row])  # at once: the next compilation may take long
         print(
             {
                 k: row[k]
@@ -126,7 +125,6 @@ def main() -> None:
             },
             flush=True,
         )
-    record.write(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -1,100 +1,19 @@
-"""Configuration: frozen dataclasses, and the command line built from their fields.
+"""Options of a training run: what `python -m examples.pretrain` takes.
 
-Every field declared with `option` becomes one flag: `weight_decay` is
-`--weight-decay`.
 This module imports neither JAX nor NumPy, so that a bad option is reported at once.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import json
-import math
-import types
 import typing
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any
 
-
-class UserError(ValueError):
-    """Something the user can put right; shown as one line, exit code 2."""
-
-
-def option(default: Any, text: str) -> Any:
-    """A dataclass field that is also a command-line flag with a help text."""
-    return dataclasses.field(default=default, metadata={"help": text})
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-def _check_range(
-    owner: Any, name: str, low: float, high: float = math.inf, *, open_low: bool = False
-) -> None:
-    """Check one numeric field; None (meaning "use the default") always passes."""
-    value = getattr(owner, name)
-    if value is None:
-        return
-    above = value > low if open_low else value >= low
-    flag = "--" + name.replace("_", "-")
-    bounds = f"{'above' if open_low else 'at least'} {low:g}"
-    if high != math.inf:
-        bounds += f" and at most {high:g}"
-    _check(
-        math.isfinite(value) and above and value <= high,
-        f"{flag} must be {bounds}, got {value}",
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """A LLaMA decoder. The defaults train within seconds on two CPU cores."""
-
-    dim: int = option(128, "width of the residual stream")
-    layers: int = option(2, "number of decoder blocks")
-    heads: int = option(4, "attention heads per block")
-    hidden: int = option(352, "width inside the SwiGLU feed-forward")
-    seq_len: int = option(128, "tokens the model sees at once")
-    rope_theta: float = option(10_000.0, "base of the rotary position angles")
-    dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "compute dtype; parameters are always float32"
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "layers", "heads", "hidden", "seq_len"):
-            _check_range(self, name, 1)
-        _check_range(self, "rope_theta", 0, open_low=True)
-        _check(
-            self.dim % (2 * self.heads) == 0,
-            f"--dim must be a multiple of 2 * --heads, got {self.dim} and {self.heads}",
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Where the text comes from and how it becomes tokens."""
-
-    data: tuple[str, ...] = option(
-        (),
-        "text files or folders (.txt, .txt.xz, .jsonl, .jsonl.xz); without it, the "
-        "Python sources installed on this machine",
-    )
-    tokenizer: str = option(
-        "bytes", "'bytes', 'bpe' (trained on the spot) or the path of a tokenizer.json"
-    )
-    vocab_size: int = option(2048, "vocabulary of --tokenizer bpe")
-    max_bytes: int = option(4_000_000, "read at most this much text (0: all of it)")
-    val_fraction: float = option(
-        0.05, "part of the text held out for validation, by whole documents"
-    )
-
-    def __post_init__(self) -> None:
-        _check(bool(self.tokenizer), "--tokenizer must not be empty")
-        _check_range(self, "vocab_size", 300, 1_000_000)
-        _check_range(self, "max_bytes", 0)
-        _check_range(self, "val_fraction", 0.001, 0.5)
+from examples import flags
+from examples.data.config import DataConfig
+from examples.flags import check, check_range, option
+from examples.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +42,15 @@ class OptimConfig:
     nesterov: bool | None = option(None, "Nesterov momentum")
 
     def __post_init__(self) -> None:
-        _check(bool(self.names()), "--optimizer names no optimizer")
+        check(bool(self.names()), "--optimizer names no optimizer")
         for name in ("learning_rate", "adam_learning_rate"):
-            _check_range(self, name, 0, open_low=True)
+            check_range(self, name, 0, open_low=True)
         for name in ("warmup_steps", "clip_norm", "weight_decay", "eps"):
-            _check_range(self, name, 0)
+            check_range(self, name, 0)
         for name in ("b1", "b2"):
-            _check_range(self, name, 0, 1)
-        _check_range(self, "final_lr_fraction", 0, 1)
-        _check_range(self, "ns_steps", 1, 100)
+            check_range(self, name, 0, 1)
+        check_range(self, "final_lr_fraction", 0, 1)
+        check_range(self, "ns_steps", 1, 100)
 
     def names(self) -> tuple[str, ...]:
         """The names as written, without repeats; 'all' is resolved by `optim`."""
@@ -157,10 +76,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "log_every"):
-            _check_range(self, name, 1)
-        _check_range(self, "eval_tokens", 0)
-        _check_range(self, "seed", 0, 2**31 - 1)
-        _check(self.out != "", "--out must not be empty")
+            check_range(self, name, 1)
+        check_range(self, "eval_tokens", 0)
+        check_range(self, "seed", 0, 2**31 - 1)
+        check(self.out != "", "--out must not be empty")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,49 +109,12 @@ SECTIONS: dict[str, type] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse prints a usage text and exits; one line is enough for our users."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
-def _flag_kwargs(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """Translate one dataclass field into the keywords of `add_argument`."""
-    if isinstance(hint, types.UnionType):  # X | None: the flag itself takes an X
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    shown = "" if field.default in (None, ()) else f" [{field.default}]"
-    text = field.metadata["help"].replace("%", "%%") + shown
-    kwargs: dict[str, Any] = {"help": text, "default": field.default}
-    if hint is bool:
-        kwargs["action"] = argparse.BooleanOptionalAction
-    elif typing.get_origin(hint) is Literal:
-        kwargs["choices"] = typing.get_args(hint)
-    elif typing.get_origin(hint) is tuple:
-        kwargs |= {"nargs": "+", "metavar": "PATH"}
-    else:
-        kwargs |= {"type": hint, "metavar": hint.__name__.upper()}
-    return kwargs
-
-
 def parse(argv: Sequence[str] | None = None) -> Config:
     """Read the command line; raises `UserError` with one line for a bad option."""
-    parser = _Parser(
+    sections = flags.parse(
+        SECTIONS,
+        argv,
         prog="python -m examples.pretrain",
         description="Train a small LLaMA on real text and compare optimizers.",
-        allow_abbrev=False,
     )
-    for name, section in SECTIONS.items():
-        group = parser.add_argument_group(name, (section.__doc__ or "").split("\n")[0])
-        hints = typing.get_type_hints(section)
-        for field in dataclasses.fields(section):
-            flag = "--" + field.name.replace("_", "-")
-            group.add_argument(flag, **_flag_kwargs(field, hints[field.name]))
-    values = vars(parser.parse_args(argv))
-    if isinstance(values["data"], list):
-        values["data"] = tuple(values["data"])
-    sections = {
-        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)})
-        for name, section in SECTIONS.items()
-    }
     return Config(**sections)

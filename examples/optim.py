@@ -10,7 +10,8 @@ import jax
 import optax
 
 import muon2_optax as m2
-from examples.config import OptimConfig, UserError
+from examples.config import OptimConfig
+from examples.flags import UserError
 
 # Peak learning rates at the default model and length, each the best of a sweep over the
 # same grid of factors (benchmarks/results/trainer_default_sweep.jsonl).

@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # no display is needed, or touched
 
 from matplotlib import pyplot as plt  # noqa: E402
 
-from examples.config import UserError  # noqa: E402
+from examples.flags import UserError  # noqa: E402
 from examples.report import METRICS_FILE  # noqa: E402
 
 Curve = tuple[list[float], list[float]]

@@ -7,7 +7,8 @@ three minutes on two CPU cores, or with `--help` for all options.
 import sys
 from collections.abc import Sequence
 
-from examples.config import UserError, parse
+from examples.config import parse
+from examples.flags import UserError
 
 
 def _fail(error: BaseException, code: int) -> int:

@@ -20,7 +20,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from examples.config import Config, UserError
+from examples.config import Config
+from examples.flags import UserError
 
 METRICS_FILE = "metrics.jsonl"
 

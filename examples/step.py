@@ -7,7 +7,7 @@ import jax
 import optax
 from flax import nnx
 
-from examples.config import ModelConfig
+from examples.models.config import ModelConfig
 from examples.models.llama import Llama
 
 

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.config import DataConfig, UserError
 from examples.data import installed, reading
+from examples.data.config import DataConfig
+from examples.flags import UserError
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from examples.config import Config, UserError
+from examples.config import Config
 from examples.data import corpus as corpora
 from examples.data import tokens as tok
+from examples.flags import UserError
 
 
 @lru_cache(maxsize=4)

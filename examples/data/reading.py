@@ -10,7 +10,7 @@ import lzma
 from collections.abc import Iterator
 from pathlib import Path
 
-from examples.config import UserError
+from examples.flags import UserError
 
 SUFFIXES = (".txt", ".txt.xz", ".jsonl", ".jsonl.xz")
 SEPARATOR = b"<|endoftext|>"

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from examples.config import DataConfig, UserError
+from examples.data.config import DataConfig
+from examples.flags import UserError
 
 END = "<|endoftext|>"
 _KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")

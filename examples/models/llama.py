@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from examples.config import ModelConfig
+from examples.models.config import ModelConfig
 
 # The usual deviation for embedding and head. Matrices inside the blocks go by their
 # width, 1 / sqrt(fan_in), which is near 0.02 at 2,500 but far above it in small models.

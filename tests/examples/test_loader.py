@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.config import DataConfig, UserError, parse
+from examples.config import parse
 from examples.data import loader
 from examples.data import tokens as tok
+from examples.data.config import DataConfig
+from examples.flags import UserError
 
 TEXTS = ["def f(x):\n    return x\n", "caf\u00e9 \u4f60\u597d \U0001f600  \n\n", "a"]
 DOCUMENTS = [text.encode() for text in TEXTS]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples.config import ModelConfig
+from examples.models.config import ModelConfig
 from examples.models.llama import Llama, parameter_count, rotary
 from examples.step import make_model, token_losses
 

@@ -6,7 +6,9 @@ import pytest
 
 import muon2_optax as m2
 from examples import optim
-from examples.config import ModelConfig, OptimConfig, UserError
+from examples.config import OptimConfig
+from examples.flags import UserError
+from examples.models.config import ModelConfig
 from examples.step import make_model
 
 

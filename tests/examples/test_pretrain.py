@@ -10,7 +10,8 @@ import pytest
 
 import muon2_optax as m2
 from examples import plots
-from examples.config import UserError, parse
+from examples.config import parse
+from examples.flags import UserError
 from examples.pretrain import main
 from examples.report import claim_folder
 

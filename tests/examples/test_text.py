@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.config import DataConfig, UserError
 from examples.data import corpus, installed, reading
+from examples.data.config import DataConfig
+from examples.flags import UserError
 
 DOCUMENTS = [f"document {i}\nwith a second line \u00e9\n" for i in range(40)]
 JOINED = "<|endoftext|>\n".join(DOCUMENTS).encode()
