@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples.models.config import ModelConfig
-from examples.models.llama import Llama, parameter_count, rotary
+from examples.models import ModelConfig, build, parameter_count
+from examples.models.layers import rotate, rotation
 from examples.step import make_model, token_losses
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=2, hidden=48, seq_len=16)
@@ -19,7 +19,7 @@ VOCAB = 50
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_later_tokens_do_not_reach_earlier_logits(dtype: str) -> None:
     config = ModelConfig(dim=32, layers=2, heads=2, hidden=48, seq_len=16, dtype=dtype)
-    model = jax.jit(Llama(config, VOCAB, rngs=nnx.Rngs(0)).__call__)
+    model = jax.jit(build(config, VOCAB, rngs=nnx.Rngs(0)).__call__)
     tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, VOCAB)
     changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % VOCAB)
     before, after = model(tokens), model(changed)
@@ -29,7 +29,7 @@ def test_later_tokens_do_not_reach_earlier_logits(dtype: str) -> None:
 
 
 def test_positions_matter() -> None:
-    model = jax.jit(Llama(CONFIG, VOCAB, rngs=nnx.Rngs(0)).__call__)
+    model = jax.jit(build(CONFIG, VOCAB, rngs=nnx.Rngs(0)).__call__)
     one = model(jnp.asarray([[1, 2, 3, 4]]))[0, -1]
     two = model(jnp.asarray([[2, 1, 3, 4]]))[0, -1]
     assert jnp.abs(one - two).max() > 0
@@ -38,8 +38,9 @@ def test_positions_matter() -> None:
 def test_rotary_scores_depend_on_distance_alone() -> None:
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
     length = 12
-    q_rotated = rotary(jnp.tile(q, (1, length, 1, 1)), 100.0)[0, :, 0]
-    k_rotated = rotary(jnp.tile(k, (1, length, 1, 1)), 100.0)[0, :, 0]
+    angles = rotation(length, 8, 100.0)
+    q_rotated = rotate(jnp.tile(q, (1, length, 1, 1)), angles)[0, :, 0]
+    k_rotated = rotate(jnp.tile(k, (1, length, 1, 1)), angles)[0, :, 0]
     scores = q_rotated @ k_rotated.T
     for distance in (0, 3):
         diagonal = jnp.diagonal(scores, distance)

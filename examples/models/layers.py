@@ -1,0 +1,226 @@
+"""What the decoders have in common: linear maps, norms, attention, stacks of blocks.
+
+Arrays carry their axes in their names: B batch, L length, D model width, H heads,
+K width of one head, F feed-forward width, V vocabulary; N stands for layers.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from examples.mesh import BATCH, constrain
+from examples.models.config import ModelConfig
+
+# The usual deviation for embedding and head. Matrices inside the blocks go by their
+# width, 1 / sqrt(fan_in), which is near 0.02 at 2,500 but far above it in small models.
+OUTER_STD = 0.02
+
+# A block takes activations and a context, and gives activations and a loss of its own.
+Block = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+class Linear(nnx.Module):
+    """x W (+ b); float32 parameters, a product in the compute dtype."""
+
+    def __init__(
+        self,
+        fan_in: int,
+        fan_out: int,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        *,
+        gain: float = 1.0,
+        bias: bool = False,
+    ):
+        init = nnx.initializers.normal(gain / fan_in**0.5)
+        self.kernel = nnx.Param(init(rngs.params(), (fan_in, fan_out), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(fan_out, jnp.float32)) if bias else None
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...].astype(self.dtype)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(self.dtype)
+        return y + jnp.broadcast_to(bias, y.shape)
+
+
+def rms_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(
+        config.dim,
+        epsilon=1e-5,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.float32,
+        rngs=rngs,
+    )
+
+
+def embedding(vocab_size: int, config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    return nnx.Embed(
+        vocab_size,
+        config.dim,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.float32,
+        embedding_init=nnx.initializers.normal(OUTER_STD),
+        rngs=rngs,
+    )
+
+
+def out_gain(config: ModelConfig) -> float:
+    """Keeps the residual stream's size at the start the same at any depth."""
+    return (2 * config.layers) ** -0.5
+
+
+@jax.custom_vjp
+def head_product(x_BxLxD: jax.Array, w_DxV: jax.Array) -> jax.Array:
+    """Logits: a product of 16-bit arrays with a float32 result.
+
+    The derivative that JAX would take multiplies a float32 cotangent with 16-bit
+    arrays, for which GPUs have no fast product; ours rounds the cotangent first.
+    """
+    return jnp.einsum("bld,dv->blv", x_BxLxD, w_DxV, preferred_element_type=jnp.float32)
+
+
+def _head_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    return head_product(x, w), (x, w)
+
+
+def _head_backward(saved: Any, g_BxLxV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BxLxD, w_DxV = saved
+    g_BxLxV = g_BxLxV.astype(x_BxLxD.dtype)
+    return (
+        jnp.einsum("blv,dv->bld", g_BxLxV, w_DxV),
+        jnp.einsum("bld,blv->dv", x_BxLxD, g_BxLxV),
+    )
+
+
+head_product.defvjp(_head_forward, _head_backward)
+
+
+def logits(x_BxLxD: jax.Array, w_DxV: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The head with its place on a mesh: rows as the batch, vocabulary over tensor."""
+    logits_BxLxV = head_product(x_BxLxD, w_DxV.astype(dtype))
+    return constrain(logits_BxLxV, BATCH, None, "tensor")
+
+
+Rotation = tuple[jax.Array, jax.Array]
+
+
+def rotation(length: int, width: int, theta: float) -> Rotation:
+    """Cosines and sines (1, L, 1, K / 2) of each position's angles, in float32."""
+    half = width // 2
+    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_LxK = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_K[None, :]
+    angle_1xLx1xK = angle_LxK[None, :, None, :]
+    return jnp.cos(angle_1xLx1xK), jnp.sin(angle_1xLx1xK)
+
+
+def rotate(x_BxLxHxK: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotate the two halves of each head by an angle proportional to the position.
+
+    In float32, since angles grow with the position; between a load and a store of 16
+    bits, which is where the compiler leaves it.
+    """
+    cos_1xLx1xK, sin_1xLx1xK = rotation
+    a, b = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate(
+        [a * cos_1xLx1xK - b * sin_1xLx1xK, a * sin_1xLx1xK + b * cos_1xLx1xK], axis=-1
+    )
+    return rotated.astype(x_BxLxHxK.dtype)
+
+
+def _kernel(config: ModelConfig, length: int) -> Literal["xla", "cudnn"]:
+    """The attention kernel for `--attention`; cuDNN has limits that XLA has not."""
+    if config.attention != "auto":
+        return config.attention
+    fits = length % 64 == 0 and (config.dim // config.heads) in (64, 128)
+    gpu = jax.default_backend() == "gpu" and config.dtype == "bfloat16"
+    return "cudnn" if gpu and fits else "xla"
+
+
+class Attention(nnx.Module):
+    """Causal multi-head self-attention, with rotary positions where given."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, bias: bool = False):
+        dim, dtype = config.dim, jnp.dtype(config.dtype)
+        self.config = config
+        self.query = Linear(dim, dim, dtype, rngs, bias=bias)
+        self.key = Linear(dim, dim, dtype, rngs, bias=bias)
+        self.value = Linear(dim, dim, dtype, rngs, bias=bias)
+        self.out = Linear(dim, dim, dtype, rngs, gain=out_gain(config), bias=bias)
+
+    def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> jax.Array:
+        batch, length, dim = x_BxLxD.shape
+        heads = self.config.heads
+
+        def split(y_BxLxD: jax.Array) -> jax.Array:
+            y_BxLxHxK = y_BxLxD.reshape(batch, length, heads, dim // heads)
+            return constrain(y_BxLxHxK, BATCH, None, "tensor", None)
+
+        q_BxLxHxK, k_BxLxHxK = split(self.query(x_BxLxD)), split(self.key(x_BxLxD))
+        if rotation is not None:
+            q_BxLxHxK = rotate(q_BxLxHxK, rotation)
+            k_BxLxHxK = rotate(k_BxLxHxK, rotation)
+        o_BxLxHxK = jax.nn.dot_product_attention(
+            q_BxLxHxK,
+            k_BxLxHxK,
+            split(self.value(x_BxLxD)),
+            is_causal=True,
+            implementation=_kernel(self.config, length),
+        )
+        return self.out(o_BxLxHxK.reshape(batch, length, dim))
+
+
+def make_blocks(
+    config: ModelConfig, make: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs
+) -> Any:
+    """One block per layer: a list, or one block whose parameters are (N, ...).
+
+    Both hold the same numbers for the same key.
+    """
+    keys = jax.random.split(rngs.params(), config.layers)
+    if not config.scan_layers:
+        return nnx.List([make(nnx.Rngs(key)) for key in keys])
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda key: make(nnx.Rngs(key)), keys[0]))
+    stacked = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key)), nnx.Param))(keys)
+    return nnx.merge(graphdef, stacked)
+
+
+def _checkpointed(config: ModelConfig, function: Block) -> Block:
+    if config.remat == "none":
+        return function
+    policies = jax.checkpoint_policies
+    policy = {
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "full": policies.nothing_saveable,
+    }[config.remat]
+    # Under a scan nothing can be merged across the boundary, so no barrier is needed.
+    return jax.checkpoint(function, policy=policy, prevent_cse=not config.scan_layers)
+
+
+def run_blocks(
+    config: ModelConfig, blocks: Any, x_BxLxD: jax.Array, *context: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The activations after all blocks, and the sum of the blocks' own losses."""
+
+    def apply(block: Any, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        graphdef, params = block
+        x_BxLxD = constrain(x_BxLxD, BATCH, None, None)
+        return nnx.merge(graphdef, params)(x_BxLxD, *context)
+
+    if config.scan_layers:
+        graphdef, stacked = nnx.split(blocks, nnx.Param)
+        step = _checkpointed(config, lambda p, x: apply((graphdef, p), x))
+        x_BxLxD, aux_N = jax.lax.scan(lambda x, p: step(p, x), x_BxLxD, stacked)
+        return x_BxLxD, aux_N.sum()
+    total = jnp.zeros((), jnp.float32)
+    for block in blocks:
+        graphdef, params = nnx.split(block, nnx.Param)
+        step = _checkpointed(config, lambda p, x, g=graphdef: apply((g, p), x))
+        x_BxLxD, aux = step(params, x_BxLxD)
+        total = total + aux
+    return x_BxLxD, total

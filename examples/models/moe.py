@@ -1,0 +1,212 @@
+"""A LLaMA whose feed-forwards are mixtures of experts, in Flax NNX.
+
+Besides the axes of the other decoders: E experts, A active experts of one token,
+C places of one expert, S all places of all experts, N tokens.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from examples.mesh import BATCH, constrain, on_mesh
+from examples.models import layers
+from examples.models.config import ModelConfig
+from examples.models.layers import Attention
+from examples.models.llama import Llama
+
+_ROWS = ("data", "fsdp")  # what divides rows while `expert` divides experts
+
+
+class Routes(NamedTuple):
+    """Where the choices of each row of tokens go; -1 stands for nowhere."""
+
+    place_BxLxA: jax.Array  # the place that a token's choice takes
+    choice_BxS: jax.Array  # the choice, token * A + a, that fills a place
+
+
+@jax.custom_vjp
+def gather_rows(x_BxMxD: jax.Array, index_BxN: jax.Array, back_BxMxR: jax.Array):
+    """Rows by index, zeros for -1; `back` lists where each row of x was sent.
+
+    The derivative gathers as well, by `back`: scattering would add up in an order that
+    is not the same in every run.
+    """
+    del back_BxMxR
+    return _take(x_BxMxD, index_BxN)
+
+
+def _take(x_BxMxD: jax.Array, index_BxN: jax.Array) -> jax.Array:
+    rows = jax.vmap(lambda x, i: x.at[i].get(mode="clip"))(x_BxMxD, index_BxN)
+    return jnp.where(index_BxN[..., None] >= 0, rows, 0)
+
+
+def _gather_backward(back_BxMxR: jax.Array, g_BxNxD: jax.Array):
+    choices = jnp.moveaxis(back_BxMxR, -1, 0)
+    return sum(_take(g_BxNxD, back) for back in choices), None, None
+
+
+gather_rows.defvjp(lambda x, index, back: (_take(x, index), back), _gather_backward)
+
+
+def sorted_routes(expert_BxLxA: jax.Array) -> Routes:
+    """All choices, ordered by expert: nothing is dropped."""
+    batch, length, active = expert_BxLxA.shape
+    choice_BxS = jnp.argsort(expert_BxLxA.reshape(batch, -1), axis=1)
+    place = jnp.argsort(choice_BxS, axis=1)
+    return Routes(place.reshape(batch, length, active), choice_BxS)
+
+
+def capacity_routes(expert_BxLxA: jax.Array, experts: int, places: int) -> Routes:
+    """`places` places per expert and row; first choices go first, then early tokens."""
+    batch, length, active = expert_BxLxA.shape
+    # Choices in the order in which they are served, as numbers token * A + a.
+    served_S = jnp.arange(length * active).reshape(length, active).T.reshape(-1)
+    expert_BxS = expert_BxLxA.swapaxes(1, 2).reshape(batch, -1)
+    member_BxSxE = jax.nn.one_hot(expert_BxS, experts, dtype=jnp.int32)
+    before_BxS = ((jnp.cumsum(member_BxSxE, axis=1) - 1) * member_BxSxE).sum(axis=-1)
+    kept = before_BxS < places
+    place_BxS = jnp.where(kept, expert_BxS * places + before_BxS, -1)
+    served_BxS = jnp.broadcast_to(served_S, place_BxS.shape)
+    empty = jnp.full((batch, experts * places), -1)
+    # Not -1, which would count from the end.
+    target_BxS = jnp.where(kept, place_BxS, experts * places)
+    fill = jax.vmap(lambda e, t, s: e.at[t].set(s, mode="drop"))
+    choice_BxS = fill(empty, target_BxS, served_BxS)
+    place_BxLxA = place_BxS.reshape(batch, active, length).swapaxes(1, 2)
+    return Routes(place_BxLxA, choice_BxS)
+
+
+class Router(nnx.Module):
+    """Scores experts in float32: a rounded score would choose another expert."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        init = nnx.initializers.normal(config.dim**-0.5)
+        shape = (config.dim, config.experts)
+        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Weights and numbers (B, L, A) of each token's experts, weighted loss.
+
+        The load-balancing loss, E sum_e f_e P_e over the share f of choices and the
+        mean probability P, is that of the Switch Transformer (arXiv:2101.03961, eq. 4)
+        with GShard's top-2 counted by choices; the z-loss is from arXiv:2202.08906.
+        """
+        config = self.config
+        scores_BxLxE = jnp.matmul(
+            x_BxLxD.astype(jnp.float32),
+            self.kernel[...],
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        probs_BxLxE = jax.nn.softmax(scores_BxLxE)
+        weight_BxLxA, expert_BxLxA = jax.lax.top_k(probs_BxLxE, config.active_experts)
+        weight_BxLxA /= weight_BxLxA.sum(axis=-1, keepdims=True)
+        chosen_BxLxAxE = jax.nn.one_hot(expert_BxLxA, config.experts)
+        share_E = chosen_BxLxAxE.mean(axis=(0, 1, 2))
+        balance = config.experts * (share_E * probs_BxLxE.mean(axis=(0, 1))).sum()
+        z = jnp.square(jax.nn.logsumexp(scores_BxLxE, axis=-1)).mean()
+        loss = config.balance_loss * balance + config.router_z_loss * z
+        return weight_BxLxA, expert_BxLxA, loss
+
+
+class Experts(nnx.Module):
+    """Feed-forwards of two matrices with a GELU between, stacked over experts."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        experts, dim, hidden = config.experts, config.dim, config.hidden
+        init_up = nnx.initializers.normal(dim**-0.5)
+        init_down = nnx.initializers.normal(layers.out_gain(config) * hidden**-0.5)
+        up, down = (experts, dim, hidden), (experts, hidden, dim)
+        self.up = nnx.Param(init_up(rngs.params(), up, jnp.float32))
+        self.down = nnx.Param(init_down(rngs.params(), down, jnp.float32))
+
+    def ragged(self, x_NxD: jax.Array, size_E: jax.Array) -> jax.Array:
+        """Tokens that are ordered by expert, of which `size_E` go to each."""
+        up, down = self.up[...].astype(x_NxD.dtype), self.down[...].astype(x_NxD.dtype)
+        h_NxF = nnx.gelu(jax.lax.ragged_dot(x_NxD, up, size_E))
+        return jax.lax.ragged_dot(h_NxF, down, size_E)
+
+    def stacked(self, x_BxExCxD: jax.Array) -> jax.Array:
+        """Tokens at the places of each expert."""
+        dtype = x_BxExCxD.dtype
+        x_BxExCxD = constrain(x_BxExCxD, _ROWS, "expert", None, None)
+        h = jnp.einsum("becd,edf->becf", x_BxExCxD, self.up[...].astype(dtype))
+        h_BxExCxF = nnx.gelu(constrain(h, _ROWS, "expert", None, "tensor"))
+        y = jnp.einsum("becf,efd->becd", h_BxExCxF, self.down[...].astype(dtype))
+        return constrain(y, _ROWS, "expert", None, None)
+
+
+class Mixture(nnx.Module):
+    """Each token through its experts, weighted by the router."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.router = Router(config, rngs)
+        self.experts = Experts(config, rngs)
+
+    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config, (batch, length, dim) = self.config, x_BxLxD.shape
+        weight_BxLxA, expert_BxLxA, loss = self.router(x_BxLxD)
+        ragged = config.moe_dispatch == "ragged"
+        if config.moe_dispatch == "auto":
+            ragged = not on_mesh()
+        if ragged:  # all rows as one: experts are served from everywhere
+            x = x_BxLxD.reshape(1, batch * length, dim)
+            routes = sorted_routes(expert_BxLxA.reshape(1, batch * length, -1))
+            size_E = jnp.bincount(expert_BxLxA.reshape(-1), length=config.experts)
+        else:
+            share = length * config.active_experts / config.experts
+            places = min(length, math.ceil(config.capacity_factor * share))
+            x, size_E = x_BxLxD, None
+            routes = capacity_routes(expert_BxLxA, config.experts, places)
+        y = self._through(x, routes, size_E)
+        y_BxLxAxD = y.reshape(batch, length, config.active_experts, dim)
+        weight_BxLxA = weight_BxLxA.astype(y_BxLxAxD.dtype)
+        return jnp.einsum("blad,bla->bld", y_BxLxAxD, weight_BxLxA), loss
+
+    def _through(
+        self, x_BxLxD: jax.Array, routes: Routes, size_E: jax.Array | None
+    ) -> jax.Array:
+        """The experts' results (B, L * A, D) for all choices, zeros for dropped ones.
+
+        `size_E` tells the dispatch without drops from that with places.
+        """
+        batch, _, dim = x_BxLxD.shape
+        active, experts = self.config.active_experts, self.config.experts
+        choice_BxS = routes.choice_BxS
+        token_BxS = jnp.where(choice_BxS < 0, -1, choice_BxS // active)
+        x_BxSxD = gather_rows(x_BxLxD, token_BxS, routes.place_BxLxA)
+        if size_E is not None:
+            y_BxSxD = self.experts.ragged(x_BxSxD[0], size_E)[None]
+        else:
+            x_BxExCxD = x_BxSxD.reshape(batch, experts, -1, dim)
+            y_BxSxD = self.experts.stacked(x_BxExCxD).reshape(x_BxSxD.shape)
+            y_BxSxD = constrain(y_BxSxD, BATCH, None, None)
+        place = routes.place_BxLxA.reshape(batch, -1)
+        return gather_rows(y_BxSxD, place, choice_BxS[..., None])
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: attention, then a mixture of experts."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm = layers.rms_norm(config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = layers.rms_norm(config, rngs)
+        self.mlp = Mixture(config, rngs)
+
+    def __call__(
+        self, x_BxLxD: jax.Array, rotation: layers.Rotation
+    ) -> tuple[jax.Array, jax.Array]:
+        x_BxLxD = x_BxLxD + self.attention(self.attention_norm(x_BxLxD), rotation)
+        y_BxLxD, loss = self.mlp(self.mlp_norm(x_BxLxD))
+        return x_BxLxD + y_BxLxD, loss
+
+
+class Moe(Llama):
+    """Token ids (B, L) to float32 logits (B, L, V), through experts."""
+
+    make_block = Block
