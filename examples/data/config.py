@@ -11,8 +11,9 @@ class DataConfig:
 
     data: tuple[str, ...] = option(
         (),
-        "text files or folders (.txt, .txt.xz, .jsonl, .jsonl.xz); without it, the "
-        "Python sources installed on this machine",
+        "text files or folders (.txt, .jsonl, also with .xz or .gz), or one folder of "
+        "token shards (examples.prepare), which brings its own tokenizer and "
+        "validation text; without it, the Python sources installed on this machine",
     )
     tokenizer: str = option(
         "bytes", "'bytes', 'bpe' (trained on the spot) or the path of a tokenizer.json"

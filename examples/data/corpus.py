@@ -120,6 +120,15 @@ def _find_files(paths: Sequence[str]) -> tuple[list[Path], list[str]]:
     return list(dict.fromkeys(files)), others
 
 
+def find_texts(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[str]]:
+    """Training files, files named val*, and the names of other files seen."""
+    files, others = _find_files(paths)
+    val = [path for path in files if path.name.startswith("val")]
+    if len(val) == len(files):  # then the names are no sign of a split
+        val = []
+    return [path for path in files if path not in set(val)], val, others
+
+
 def _some(names: Sequence[str], shown: int = 5) -> str:
     rest = f" and {len(names) - shown:,} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + rest
@@ -131,14 +140,12 @@ def _chain(files: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _from_paths(config: DataConfig) -> Corpus:
-    files, others = _find_files(config.data)
-    val_files = [path for path in files if path.name.startswith("val")]
-    if len(val_files) == len(files):  # then the names are no sign of a split
-        val_files = []
-    train_files = [path for path in files if path not in val_files]
+    train_files, val_files, others = find_texts(config.data)
     collector = _Collector()
     notes = [f"other files not read: {_some(others)}"] if others else []
-    source = f"{len(files)} text files in {' '.join(config.data)}"
+    source = (
+        f"{len(train_files) + len(val_files)} text files in {' '.join(config.data)}"
+    )
     if val_files:
         # Validation text first: a document that is in both parts leaves training.
         limit = int(config.max_bytes * config.val_fraction)

@@ -1,19 +1,24 @@
 """Batches as a pure function of seed and step: the same for every optimizer."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from examples.config import Config
 from examples.data import corpus as corpora
+from examples.data import shards
 from examples.data import tokens as tok
+from examples.data.order import shuffled
 from examples.flags import UserError
 
 
-@lru_cache(maxsize=4)
-def _epoch_order(seed: int, epoch: int, windows: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(windows)
+class Stream(Protocol):
+    """Token ids (or another number per token) one after the other: array or shards."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class TrainBatches:
     the next.
     """
 
-    stream: np.ndarray
+    stream: Stream
     batch_size: int
     seq_len: int
     seed: int
@@ -41,15 +46,21 @@ class TrainBatches:
     def windows(self) -> int:
         return max(0, len(self.stream) - 1) // self.seq_len
 
-    def at(self, step: int) -> np.ndarray:
-        """Token ids of one step, (B, L+1): inputs, and targets one to the right."""
+    def at(self, step: int, rows: slice = slice(None)) -> np.ndarray:
+        """Token ids of one step, (B, L+1): inputs, and targets one to the right.
+
+        A host that feeds only some rows of the global batch reads only these.
+        """
         first = step * self.batch_size
-        batch = np.empty((self.batch_size, self.seq_len + 1), np.int32)
-        for row in range(self.batch_size):
-            epoch, place = divmod(first + row, self.windows)
-            window = _epoch_order(self.seed, epoch, self.windows)[place]
-            start = window * self.seq_len
-            batch[row] = self.stream[start : start + self.seq_len + 1]
+        chosen = first + np.arange(self.batch_size)[rows]
+        epochs, places = np.divmod(chosen, self.windows)
+        batch = np.empty((len(chosen), self.seq_len + 1), np.int32)
+        for epoch in np.unique(epochs):
+            inside = np.flatnonzero(epochs == epoch)
+            order = shuffled(places[inside], self.windows, self.seed, int(epoch))
+            for row, window in zip(inside, order):
+                start = int(window) * self.seq_len
+                batch[row] = self.stream[start : start + self.seq_len + 1]
         return batch
 
 
@@ -67,8 +78,8 @@ class EvalBatches:
 
 
 def eval_batches(
-    stream: np.ndarray,
-    byte_counts: np.ndarray,
+    stream: Stream,
+    byte_counts: Stream,
     batch_size: int,
     seq_len: int,
     max_tokens: int,
@@ -82,41 +93,112 @@ def eval_batches(
         )
     wanted = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
     chosen = np.arange(wanted) * windows // wanted
-    index = chosen[:, None] * seq_len + np.arange(seq_len + 1)[None, :]
-    rows = stream[index].astype(np.int32)
+    starts = [int(start) for start in chosen * seq_len]
+    rows = np.stack([stream[i : i + seq_len + 1] for i in starts]).astype(np.int32)
     batches = []
     for first in range(0, wanted, batch_size):
         part = rows[first : first + batch_size]
         missing = batch_size - len(part)
         weight = np.r_[np.ones(len(part)), np.zeros(missing)].astype(np.float32)
         batches.append((np.pad(part, ((0, missing), (0, 0))), weight))
-    covered = byte_counts[index[:, 1:]].sum()
-    return EvalBatches(batches, wanted * seq_len, int(covered))
+    covered = sum(int(byte_counts[i + 1 : i + 1 + seq_len].sum()) for i in starts)
+    return EvalBatches(batches, wanted * seq_len, covered)
+
+
+@dataclass(frozen=True)
+class Part:
+    """How much text is in the training or the validation part."""
+
+    documents: int
+    bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class About:
+    """What a run says and records about its text; `digest` names it exactly."""
+
+    source: str
+    digest: str
+    train: Part
+    val: Part
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Everything the training loop needs to know about the text."""
 
-    corpus: corpora.Corpus
+    about: About
     tokenizer: tok.Tokenizer
     train: TrainBatches
     val: EvalBatches
 
 
-def load(config: Config) -> Dataset:
-    """Read the text, tokenize it, and cut it into batches."""
-    text = corpora.load(config.data)
-    tokenizer = tok.make_tokenizer(config.data, text.train)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-    end, run, length = tokenizer.end_id, config.run, config.model.seq_len
-    train = tok.stream(tokenizer.encode(text.train), end, dtype)
-    val = tok.stream(tokenizer.encode(text.val), end, dtype)
-    # The end of a document is a token to predict, but it is no byte of the text.
-    val_bytes = tok.stream(tokenizer.byte_counts(text.val), 0, np.int64)
+def _dataset(
+    config: Config,
+    about: About,
+    tokenizer: tok.Tokenizer,
+    train: Stream,
+    val: Stream,
+    val_bytes: Stream,
+) -> Dataset:
+    run, length = config.run, config.model.seq_len
     return Dataset(
-        corpus=text,
+        about=about,
         tokenizer=tokenizer,
         train=TrainBatches(train, run.batch_size, length, run.seed),
         val=eval_batches(val, val_bytes, run.batch_size, length, run.eval_tokens),
     )
+
+
+def _from_text(config: Config) -> Dataset:
+    text = corpora.load(config.data)
+    tokenizer = tok.make_tokenizer(
+        config.data.tokenizer, config.data.vocab_size, text.train
+    )
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    end = tokenizer.end_id
+    train = tok.stream(tokenizer.encode(text.train), end, dtype)
+    val = tok.stream(tokenizer.encode(text.val), end, dtype)
+    # The end of a document is a token to predict, but it is no byte of the text.
+    val_bytes = tok.stream(tokenizer.byte_counts(text.val), 0, np.int64)
+    about = About(
+        source=text.source,
+        digest=text.digest(),
+        train=Part(len(text.train), text.train_bytes, len(train)),
+        val=Part(len(text.val), text.val_bytes, len(val)),
+        notes=tuple(text.notes),
+    )
+    return _dataset(config, about, tokenizer, train, val, val_bytes)
+
+
+def _from_shards(config: Config, folder: shards.Folder) -> Dataset:
+    def part(split: str) -> Part:
+        chosen = folder.split(split)
+        return Part(
+            documents=sum(shard.documents for shard in chosen),
+            bytes=sum(shard.bytes for shard in chosen),
+            tokens=sum(shard.tokens for shard in chosen),
+        )
+
+    about = About(
+        source=f"{len(folder.shards)} token shards in {folder.path}",
+        digest=folder.digest(),
+        train=part("train"),
+        val=part("val"),
+    )
+    return _dataset(
+        config,
+        about,
+        folder.tokenizer(),
+        folder.stream("train"),
+        folder.stream("val"),
+        folder.byte_counts(),
+    )
+
+
+def load(config: Config) -> Dataset:
+    """Token shards if `--data` is a folder of them, else text to read and tokenize."""
+    folder = shards.find(config.data.data)
+    return _from_text(config) if folder is None else _from_shards(config, folder)

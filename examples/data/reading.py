@@ -2,17 +2,24 @@
 
 `.txt` files hold documents separated by a line `<|endoftext|>` (without such a line the
 file is one document); `.jsonl` files hold one object with a "text" field per line. Both
-may be compressed with xz.
+may be compressed with xz or gzip.
 """
 
 import json
 import lzma
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from examples.flags import UserError
 
-SUFFIXES = (".txt", ".txt.xz", ".jsonl", ".jsonl.xz")
+_KINDS = (".txt", ".jsonl")
+_DECODERS: dict[str, Callable[[], Any]] = {
+    ".xz": lambda: lzma.LZMADecompressor(format=lzma.FORMAT_XZ),
+    ".gz": lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16),
+}
+SUFFIXES = tuple(kind + packed for kind in _KINDS for packed in ("", *_DECODERS))
 SEPARATOR = b"<|endoftext|>"
 _CHUNK = 1 << 20
 
@@ -28,13 +35,18 @@ def _raw_chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _xz_chunks(path: Path) -> Iterator[bytes]:
-    """Decompress every stream of the file.
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of the file, decompressed: every stream of it.
 
-    `lzma.open` is not used: it ignores data after the first stream that is no valid
-    stream itself, and text would be lost without a word.
+    `lzma.open` and `gzip.open` are not used: data after the first stream that is no
+    valid stream itself is ignored by the one, and zeros in its place by the other, so
+    text could be lost without a word.
     """
-    decoder: lzma.LZMADecompressor | None = None
+    make_decoder = _DECODERS.get(path.suffix)
+    if make_decoder is None:
+        yield from _raw_chunks(path)
+        return
+    decoder: Any = None
     streams = 0
     for chunk in _raw_chunks(path):
         while chunk:
@@ -42,7 +54,7 @@ def _xz_chunks(path: Path) -> Iterator[bytes]:
                 chunk = chunk.lstrip(b"\0")  # padding is allowed between streams
                 if not chunk:
                     break
-                decoder = lzma.LZMADecompressor(format=lzma.FORMAT_XZ)
+                decoder = make_decoder()
                 streams += 1
             yield decoder.decompress(chunk)
             chunk = decoder.unused_data if decoder.eof else b""
@@ -57,16 +69,17 @@ def _xz_chunks(path: Path) -> Iterator[bytes]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbered lines, line ends kept; each is checked to be valid UTF-8."""
     number, rest = 0, b""
-    chunks = _xz_chunks(path) if path.name.endswith(".xz") else _raw_chunks(path)
     try:
-        for chunk in chunks:
+        for chunk in _chunks(path):
             *complete, rest = (rest + chunk).split(b"\n")
             for line in complete:
                 number += 1
                 yield number, _checked(path, number, line + b"\n")
-    except (lzma.LZMAError, EOFError) as error:
-        place = f"{path}, after line {number}"
-        raise UserError(f"{place}: corrupt or truncated xz data ({error})") from None
+    except (lzma.LZMAError, zlib.error, EOFError) as error:
+        place, kind = f"{path}, after line {number}", path.suffix.removeprefix(".")
+        raise UserError(
+            f"{place}: corrupt or truncated {kind} data ({error})"
+        ) from None
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{path}, after line {number}: {reason}") from None
@@ -86,7 +99,7 @@ def _checked(path: Path, number: int, line: bytes) -> bytes:
     return line
 
 
-def _json_documents(path: Path) -> Iterator[bytes]:
+def _json_documents(path: Path, field: str) -> Iterator[bytes]:
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -95,13 +108,13 @@ def _json_documents(path: Path) -> Iterator[bytes]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: invalid JSON ({error})") from None
-        text = record.get("text") if isinstance(record, dict) else None
+        text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise UserError(f'{place}: no string field "text"')
+            raise UserError(f'{place}: no string field "{field}"')
         try:
             yield text.encode("utf-8")
         except UnicodeEncodeError:
-            raise UserError(f'{place}: lone surrogate in "text"') from None
+            raise UserError(f'{place}: lone surrogate in "{field}"') from None
 
 
 def _text_documents(path: Path) -> Iterator[bytes]:
@@ -115,9 +128,8 @@ def _text_documents(path: Path) -> Iterator[bytes]:
     yield b"".join(lines)
 
 
-def read_documents(path: Path) -> Iterator[bytes]:
+def read_documents(path: Path, field: str = "text") -> Iterator[bytes]:
     """Yield the UTF-8 documents of one file; blank ones between separators go."""
-    json_lines = path.name.removesuffix(".xz").endswith(".jsonl")
-    for document in _json_documents(path) if json_lines else _text_documents(path):
-        if document.strip():
-            yield document
+    json_lines = ".jsonl" in path.suffixes
+    documents = _json_documents(path, field) if json_lines else _text_documents(path)
+    return (document for document in documents if document.strip())

@@ -1,15 +1,16 @@
 """Turn documents into one stream of token ids, each document ended by a separator."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from examples.data.config import DataConfig
 from examples.flags import UserError
 
 END = "<|endoftext|>"
+FILE = "tokenizer.json"
 _KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")
 
 
@@ -28,6 +29,14 @@ class Tokenizer(Protocol):
         """Bytes of text that each token of each document stands for."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some tokens, separators left out."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write a `tokenizer.json`, so that `--tokenizer PATH` can use it again."""
+        ...
+
 
 class ByteTokenizer:
     """One token per byte, and one more for the end of a document."""
@@ -42,6 +51,12 @@ class ByteTokenizer:
     def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.ones(len(text), np.int64) for text in documents]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def save(self, path: Path) -> None:
+        path.write_text('{"model": {"type": "bytes"}}\n', encoding="utf-8")
+
 
 class SubwordTokenizer:
     """A tokenizer of the `tokenizers` library."""
@@ -49,6 +64,8 @@ class SubwordTokenizer:
     def __init__(self, tokenizer: Any, name: str):
         self.name = name
         self._tokenizer = tokenizer
+        # A separator spelled out inside a document is text like any other.
+        tokenizer.encode_special_tokens = True
         self.vocab_size = tokenizer.get_vocab_size()
         known = (tokenizer.token_to_id(end) for end in _KNOWN_ENDS)
         end_id = next((index for index in known if index is not None), None)
@@ -67,8 +84,11 @@ class SubwordTokenizer:
         pairs = zip(documents, self._encode(documents), strict=True)
         return [_bytes_per_token(text, item.offsets) for text, item in pairs]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [i for i in map(int, ids) if i != self.end_id]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
     def save(self, path: Path) -> None:
-        """Write the `tokenizer.json`, so that `--tokenizer PATH` can use it again."""
         self._tokenizer.save(str(path))
 
 
@@ -98,7 +118,7 @@ def _import_tokenizers() -> Any:
     return tokenizers
 
 
-def train_bpe(documents: Sequence[bytes], vocab_size: int) -> SubwordTokenizer:
+def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:
     """Train a byte-level BPE on the documents."""
     tokenizers = _import_tokenizers()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -113,27 +133,40 @@ def train_bpe(documents: Sequence[bytes], vocab_size: int) -> SubwordTokenizer:
         show_progress=False,
     )
     texts = (document.decode("utf-8") for document in documents)
-    tokenizer.train_from_iterator(texts, trainer=trainer, length=len(documents))
+    tokenizer.train_from_iterator(texts, trainer=trainer)
     return SubwordTokenizer(tokenizer, f"bpe {tokenizer.get_vocab_size()}")
 
 
-def make_tokenizer(config: DataConfig, train: Sequence[bytes]) -> Tokenizer:
-    """The tokenizer that the options name; a BPE sees training text alone."""
-    if config.tokenizer == "bytes":
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a `tokenizer.json`, of the `tokenizers` library or of `ByteTokenizer`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if json.loads(text)["model"].get("type") == "bytes":
+            return ByteTokenizer()
+    except OSError as error:
+        raise UserError(f"--tokenizer {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
+    tokenizers = _import_tokenizers()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
+    return SubwordTokenizer(tokenizer, str(path))
+
+
+def make_tokenizer(name: str, vocab_size: int, documents: Iterable[bytes]) -> Tokenizer:
+    """The tokenizer of `--tokenizer name`; only 'bpe' needs size and documents."""
+    if name == "bytes":
         return ByteTokenizer()
-    if config.tokenizer == "bpe":
-        return train_bpe(train, config.vocab_size)
-    path = Path(config.tokenizer)
+    if name == "bpe":
+        return train_bpe(documents, vocab_size)
+    path = Path(name)
     if not path.is_file():
         raise UserError(
             f"--tokenizer {path}: neither 'bytes' nor 'bpe' nor an existing file"
         )
-    tokenizers = _import_tokenizers()
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
-    return SubwordTokenizer(tokenizer, str(path))
+    return load_tokenizer(path)
 
 
 def stream(pieces: Sequence[np.ndarray], end: int, dtype: Any) -> np.ndarray:

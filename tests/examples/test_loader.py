@@ -2,7 +2,11 @@
 
 import argparse
 import inspect
+import itertools
 import json
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +15,8 @@ import pytest
 from examples.config import parse
 from examples.data import loader
 from examples.data import tokens as tok
-from examples.data.config import DataConfig
+from examples.data.order import shuffled
+from examples.data.prefetch import Prefetch
 from examples.flags import UserError
 
 TEXTS = ["def f(x):\n    return x\n", "caf\u00e9 \u4f60\u597d \U0001f600  \n\n", "a"]
@@ -59,7 +64,7 @@ def test_a_saved_tokenizer_can_be_used_again(
 ) -> None:
     path = tmp_path / "tokenizer.json"
     bpe.save(path)
-    again = tok.make_tokenizer(DataConfig(tokenizer=str(path)), [])
+    again = tok.make_tokenizer(str(path), 0, [])
     assert (again.vocab_size, again.end_id) == (bpe.vocab_size, bpe.end_id)
     for one, two in zip(bpe.encode(DOCUMENTS), again.encode(DOCUMENTS), strict=True):
         np.testing.assert_array_equal(one, two)
@@ -67,17 +72,17 @@ def test_a_saved_tokenizer_can_be_used_again(
     stored = json.loads(path.read_text())
     stored["added_tokens"] = []
     path.write_text(json.dumps(stored).replace(tok.END, "<|other|>"))
-    other = tok.make_tokenizer(DataConfig(tokenizer=str(path)), [])
+    other = tok.make_tokenizer(str(path), 0, [])
     assert other.end_id == other.vocab_size - 1 == bpe.vocab_size
 
 
 def test_tokenizer_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither"):
-        tok.make_tokenizer(DataConfig(tokenizer=str(tmp_path / "none.json")), [])
+        tok.make_tokenizer(str(tmp_path / "none.json"), 0, [])
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer.json"):
-        tok.make_tokenizer(DataConfig(tokenizer=str(path)), [])
+        tok.make_tokenizer(str(path), 0, [])
 
 
 def test_an_epoch_visits_every_window_once() -> None:
@@ -99,6 +104,88 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     np.testing.assert_array_equal(one.at(57), two.at(57))
     other = loader.TrainBatches(stream, 4, 10, seed=4)
     assert not np.array_equal(one.at(57), other.at(57))
+
+
+def test_a_host_reads_its_rows_of_the_same_batch() -> None:
+    batches = loader.TrainBatches(np.arange(10 * 10 + 1), 8, 10, seed=3)
+    for step in (0, 1, 7):  # the second batch goes over into the next epoch
+        whole = batches.at(step)
+        parts = [batches.at(step, slice(i, i + 2)) for i in range(0, 8, 2)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 17, 256, 257, 1000, 65_537])
+def test_the_order_is_a_permutation(size: int) -> None:
+    index = np.arange(size)
+    orders = [shuffled(index, size, *key) for key in ((0, 0), (0, 1), (1, 0))]
+    for order in orders:
+        np.testing.assert_array_equal(np.sort(order), index)
+    if size > 8:
+        assert len({order.tobytes() for order in orders}) == 3
+    # A part of the places gives the same part of the order.
+    np.testing.assert_array_equal(shuffled(index[::3], size, 0, 0), orders[0][::3])
+
+
+def test_the_order_looks_shuffled() -> None:
+    size = 20_000
+    order = shuffled(np.arange(size), size, 0, 0)
+    assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.03
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+    # Every block of the order draws from all of the range alike (chi-squared, 90 d.f.).
+    counts = np.histogram2d(np.arange(size), order, bins=10)[0]
+    assert ((counts - size / 100) ** 2 / (size / 100)).sum() < 140
+    # Few places stay, and few neighbours stay neighbours, as chance has it (1 and 2).
+    assert (order == np.arange(size)).sum() < 8
+    assert (np.abs(np.diff(order)) == 1).sum() < 12
+
+
+def test_the_order_needs_no_memory() -> None:
+    size = 10**15
+    order = shuffled(np.arange(1000), size, 0, 0)
+    assert len(set(order.tolist())) == 1000
+    assert 0 <= order.min() < size // 100 < size - size // 100 < order.max() < size
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_a_separator_inside_a_document_is_text(name: str) -> None:
+    tokenizer = tok.make_tokenizer(name, 300, DOCUMENTS)
+    text = f"one {tok.END} two"
+    (ids,) = tokenizer.encode([text.encode()])
+    assert tokenizer.end_id not in ids
+    assert tokenizer.decode([*ids, tokenizer.end_id]) == text
+
+
+def test_prefetch_keeps_order_and_bound() -> None:
+    made: list[int] = []
+
+    def items() -> Iterator[int]:
+        for i in range(20):
+            made.append(i)
+            yield i
+
+    with Prefetch(items(), depth=3) as batches:
+        assert next(batches) == 0
+        time.sleep(0.2)
+        assert len(made) <= 1 + 3 + 1  # taken, queued, in the thread's hand
+        assert list(batches) == list(range(1, 20))
+        assert list(batches) == []
+
+
+def test_prefetch_raises_in_the_consumer_and_closes() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError("no such shard")
+
+    with Prefetch(items()) as batches:
+        assert next(batches) == 1
+        with pytest.raises(OSError, match="no such shard"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+    before = threading.active_count()
+    with Prefetch(itertools.count(), depth=2) as endless:
+        assert next(endless) == 0
+    assert threading.active_count() == before
 
 
 def test_eval_batches_cover_the_text() -> None:

@@ -1,8 +1,10 @@
 """Reading text: every form, the split, and an error for all that cannot be read."""
 
+import gzip
 import json
 import lzma
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,7 +18,8 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS).encode(
 
 
 def write(path: Path, content: bytes) -> Path:
-    path.write_bytes(lzma.compress(content) if path.name.endswith(".xz") else content)
+    pack = {".xz": lzma.compress, ".gz": gzip.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(content))
     return path
 
 
@@ -31,13 +34,17 @@ def test_every_form_gives_the_same_documents(tmp_path: Path, suffix: str) -> Non
     assert list(reading.read_documents(path)) == [text.encode() for text in DOCUMENTS]
 
 
-def test_all_streams_of_an_xz_file_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt.xz"
-    path.write_bytes(lzma.compress(b"one ") + bytes(8) + lzma.compress(b"two"))
+@pytest.mark.parametrize(("suffix", "pack"), [("xz", lzma), ("gz", gzip)])
+def test_all_streams_of_a_file_are_read(
+    tmp_path: Path, suffix: str, pack: ModuleType
+) -> None:
+    path = tmp_path / f"a.txt.{suffix}"
+    path.write_bytes(pack.compress(b"one ") + bytes(8) + pack.compress(b"two"))
     assert list(reading.read_documents(path)) == [b"one two"]
 
 
 GOOD_XZ = lzma.compress(b"line\n" * 10_000)
+GOOD_GZ = gzip.compress(b"line\n" * 10_000)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +55,10 @@ GOOD_XZ = lzma.compress(b"line\n" * 10_000)
         ("a.txt.xz", GOOD_XZ[:-20], "corrupt or truncated xz"),
         ("a.txt.xz", GOOD_XZ[:60] + b"!" + GOOD_XZ[61:], "corrupt or truncated xz"),
         ("a.txt.xz", GOOD_XZ + b"rest", "after line 10000: corrupt or truncated xz"),
+        ("a.txt.gz", b"this is not gzip", "corrupt or truncated gz"),
+        ("a.txt.gz", GOOD_GZ[:-6], "corrupt or truncated gz"),
+        ("a.txt.gz", GOOD_GZ[:-8] + bytes(8), "corrupt or truncated gz"),
+        ("a.txt.gz", GOOD_GZ + b"rest", "after line 10000: corrupt or truncated gz"),
         (
             "a.txt",
             b"fine\nbroken \xff\n",

@@ -1,0 +1,137 @@
+"""Token shards: reading them is reading one array, and damage is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.config import parse
+from examples.data import corpus, loader, shards
+from examples.data import tokens as tok
+from examples.data.config import DataConfig
+from examples.flags import UserError
+from examples.prepare import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, text_path: Path) -> Path:
+    """The text of `text_path` in documents of some lines, as several shards."""
+    root = tmp_path_factory.mktemp("shards")
+    lines = text_path.read_text(encoding="utf-8").splitlines(keepends=True)
+    parts = ["".join(lines[i : i + 40]) for i in range(0, len(lines), 40)]
+    (root / "train.txt").write_text("<|endoftext|>\n".join(parts[:-5]))
+    (root / "val.txt").write_text("<|endoftext|>\n".join(parts[-5:]))
+    argv = ["--data", str(root), "--out", str(root / "out"), "--tokenizer", "bpe"]
+    assert main([*argv, "--vocab-size", "400", "--shard-tokens", "10000"]) == 0
+    return root / "out"
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_shards_hold_the_tokens_of_the_text(folder: Path) -> None:
+    opened = shards.open_folder(folder)
+    assert len(opened.split("train")) > 2
+    text = corpus.load(DataConfig(data=(str(folder.parent),)))
+    tokenizer = opened.tokenizer()
+    for split, documents in (("train", text.train), ("val", text.val)):
+        expected = tok.stream(tokenizer.encode(documents), tokenizer.end_id, np.int32)
+        stream = opened.stream(split)
+        np.testing.assert_array_equal(stream[0 : len(stream)], expected)
+        chosen = opened.split(split)
+        assert sum(shard.documents for shard in chosen) == len(documents)
+        assert sum(shard.bytes for shard in chosen) == sum(map(len, documents))
+        assert sum(shard.tokens for shard in chosen) == len(expected)
+    counts = tok.stream(tokenizer.byte_counts(text.val), 0, np.int64)
+    stream = opened.byte_counts()
+    np.testing.assert_array_equal(stream[0 : len(stream)], counts)
+
+
+def test_slices_go_over_the_ends_of_shards(folder: Path) -> None:
+    stream = shards.open_folder(folder).stream("train")
+    whole = stream[0 : len(stream)]
+    ends = np.cumsum([s.tokens for s in shards.open_folder(folder).split("train")])
+    for end in [0, *ends.tolist()]:
+        for start, stop in ((end - 3, end + 4), (end, end + 2), (end - 2, end)):
+            start, stop = max(0, start), min(len(stream), stop)
+            np.testing.assert_array_equal(stream[start:stop], whole[start:stop])
+
+
+def test_a_run_reads_shards_as_it_reads_text(folder: Path) -> None:
+    options = ["--seq-len", "64", "--batch-size", "4", "--eval-tokens", "0"]
+    one = loader.load(parse(["--data", str(folder), *options]))
+    tokenizer = str(folder / tok.FILE)
+    source = ["--data", str(folder.parent / "train.txt"), "--tokenizer", tokenizer]
+    source += [str(folder.parent / "val.txt")]
+    two = loader.load(parse([*source[:2], source[4], *source[2:4], *options]))
+    assert one.tokenizer.vocab_size == two.tokenizer.vocab_size == 400
+    assert (one.about.train, one.about.val) == (two.about.train, two.about.val)
+    for step in (0, 5, 100):
+        np.testing.assert_array_equal(one.train.at(step), two.train.at(step))
+        rows = one.train.at(step, slice(1, 3))
+        np.testing.assert_array_equal(rows, one.train.at(step)[1:3])
+    assert (one.val.tokens, one.val.bytes) == (two.val.tokens, two.val.bytes)
+    np.testing.assert_array_equal(one.val.batches[0][0], two.val.batches[0][0])
+    assert one.about.digest != two.about.digest
+
+
+def test_truncated_and_missing_files_are_named(copy: Path) -> None:
+    path = copy / "train_00001.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    (copy / "val_00000.bytes").unlink()
+    for read in (lambda: shards.open_folder(copy), lambda: shards.find([str(copy)])):
+        with pytest.raises(UserError) as error:
+            read()
+        assert "train_00001.bin has" in str(error.value)
+        assert "val_00000.bytes is missing" in str(error.value)
+
+
+def test_altered_files_are_named(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--verify", str(copy)]) == 0
+    path = copy / "train_00001.bin"
+    raw = bytearray(path.read_bytes())
+    raw[100] ^= 1
+    path.write_bytes(raw)
+    (copy / tok.FILE).write_text((copy / tok.FILE).read_text() + " ")
+    shards.open_folder(copy)  # sizes alone do not tell
+    assert main(["--verify", str(copy)]) == 2
+    said = capsys.readouterr().err
+    assert "train_00001.bin, tokenizer.json" in said
+    assert "train_00000.bin" not in said
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"format": "other"}', "[]", '{"shards": 3']
+)
+def test_a_broken_index(copy: Path, content: str) -> None:
+    (copy / shards.INDEX).write_text(content)
+    with pytest.raises(UserError, match="index.json: not a valid index"):
+        shards.open_folder(copy)
+
+
+def test_what_is_no_complete_folder(copy: Path, text_path: Path) -> None:
+    with pytest.raises(UserError, match="goes alone"):
+        shards.find([str(text_path), str(copy)])
+    assert shards.find([str(text_path)]) is None
+    (copy / shards.INDEX).unlink()
+    with pytest.raises(UserError, match="preparation was interrupted"):
+        loader.load(parse(["--data", str(copy)]))
+    index = {"format": shards.FORMAT, "shards": []}
+    index["tokenizer"] = {"name": "", "sha256": ""}
+    (copy / shards.INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match="no shard of train and val"):
+        shards.open_folder(copy)
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    ids = [np.array([1, 70_000]), np.array([2**31])]
+    shard = shards.write_shard(tmp_path, "a.bin", "train", "<u4", ids, 10)
+    assert (tmp_path / "a.bin").stat().st_size == 12
+    stream = shards.ShardStream(tmp_path, [shard])
+    assert stream[0:3].tolist() == [1, 70_000, 2**31]
