@@ -1,0 +1,138 @@
+"""Mixtures of experts: every dispatch equals sending tokens one by one."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from examples.models import ModelConfig
+from examples.models.moe import Mixture, capacity_routes, gather_rows, sorted_routes
+
+CONFIG = ModelConfig(
+    model="moe_tiny", dim=16, heads=2, hidden=24, experts=4, active_experts=2
+)
+
+
+def activations(batch: int = 3, length: int = 10) -> jax.Array:
+    return jax.random.normal(jax.random.key(7), (batch, length, 16))
+
+
+def one_by_one(mixture: Mixture, x_BxLxD: Any) -> np.ndarray:
+    """Each token through its two experts, in float64."""
+    x = np.asarray(x_BxLxD, np.float64)
+    router = np.asarray(mixture.router.kernel[...], np.float64)
+    up = np.asarray(mixture.experts.up[...], np.float64)
+    down = np.asarray(mixture.experts.down[...], np.float64)
+    out = np.zeros_like(x)
+    for place in np.ndindex(x.shape[:2]):
+        scores = x[place] @ router
+        chosen = np.argsort(-scores)[:2]
+        weights = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
+        for weight, expert in zip(weights, chosen):
+            hidden = np.asarray(jax.nn.gelu(jnp.asarray(x[place] @ up[expert])))
+            out[place] += weight * (hidden @ down[expert])
+    return out
+
+
+def mixture(**options: Any) -> Mixture:
+    return Mixture(dataclasses.replace(CONFIG, **options), nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "capacity"])
+def test_dispatches_equal_the_reference(dispatch: str) -> None:
+    x = activations()
+    layer = mixture(moe_dispatch=dispatch, capacity_factor=2.0)  # places for all
+    y, _ = jax.jit(layer.__call__)(x)
+    np.testing.assert_allclose(y, one_by_one(layer, x), atol=1e-5)
+
+
+def test_gradients_of_both_dispatches_agree() -> None:
+    x = activations()
+    graphdef, params = nnx.split(mixture(), nnx.Param)
+    weights = jax.random.normal(jax.random.key(1), x.shape)
+
+    def gradients(dispatch: str) -> Any:
+        layer = mixture(moe_dispatch=dispatch, capacity_factor=2.0)
+        graphdef, params = nnx.split(layer, nnx.Param)
+
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            y, aux = nnx.merge(graphdef, params)(x)
+            return (y * weights).sum() + aux
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+
+    a, b = gradients("ragged"), gradients("capacity")
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), a, b)
+
+
+def test_a_full_expert_drops_late_tokens() -> None:
+    expert = jnp.asarray([[[0, 1], [0, 2], [1, 0], [0, 3]]])  # one row, four tokens
+    routes = capacity_routes(expert, experts=4, places=2)
+    # First choices are served first: tokens 0 and 1 fill expert 0, so that the second
+    # choice of token 2 and the first of token 3 go nowhere.
+    np.testing.assert_array_equal(
+        routes.place_BxLxA[0], [[0, 3], [1, 4], [2, -1], [-1, 6]]
+    )
+    np.testing.assert_array_equal(routes.choice_BxS[0], [0, 2, 4, 1, 3, -1, 7, -1])
+
+
+def test_sorted_routes_are_a_permutation_by_expert() -> None:
+    expert = jax.random.randint(jax.random.key(0), (2, 9, 2), 0, 4)
+    routes = sorted_routes(expert)
+    flat = np.asarray(expert.reshape(2, -1))
+    for row in range(2):
+        ordered = flat[row][np.asarray(routes.choice_BxS[row])]
+        assert (np.diff(ordered) >= 0).all()
+        place = np.asarray(routes.place_BxLxA[row]).reshape(-1)
+        assert (np.asarray(routes.choice_BxS[row])[place] == np.arange(18)).all()
+
+
+def test_gathering_has_the_derivative_of_gathering() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 4, 3))
+    index = jnp.asarray([[1, -1, 0, 1], [3, 2, -1, -1]])
+    back = jnp.asarray(
+        [[[2, -1], [0, 3], [-1, -1], [-1, -1]], [[-1, -1], [-1, -1], [1, -1], [0, -1]]]
+    )
+    g = jax.random.normal(jax.random.key(1), (2, 4, 3))
+
+    def plain(x: jax.Array) -> jax.Array:
+        rows = jnp.take_along_axis(x, jnp.maximum(index, 0)[..., None], axis=1)
+        return jnp.where(index[..., None] >= 0, rows, 0)
+
+    y, pullback = jax.vjp(lambda x: gather_rows(x, index, back), x)
+    expected, exact = jax.vjp(plain, x)
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_allclose(pullback(g)[0], exact(g)[0], atol=1e-6)
+
+
+def test_the_balance_loss_is_least_where_experts_share() -> None:
+    x = activations(8, 64)
+    even = mixture(balance_loss=1.0).router
+    even.kernel[...] = 1e-4 * even.kernel[...]
+    crowded = mixture(balance_loss=1.0).router
+    crowded.kernel[...] = jnp.zeros_like(crowded.kernel[...])
+    crowded.kernel[0, 0] = 10.0
+    x = x.at[..., 0].set(1.0)
+    np.testing.assert_allclose(even(x)[2], 1.0, atol=0.01)
+    # All tokens go to expert 0 and to one other: E (1/2 * 1) = 2.
+    np.testing.assert_allclose(crowded(x)[2], 2.0, atol=0.01)
+
+
+def test_the_z_loss_is_the_squared_log_sum_exp() -> None:
+    router = mixture(balance_loss=0.0, router_z_loss=0.5).router
+    x = activations()
+    scores = x @ router.kernel[...]
+    expected = 0.5 * (jax.nn.logsumexp(scores, axis=-1) ** 2).mean()
+    np.testing.assert_allclose(router(x)[2], expected, rtol=1e-5)
+
+
+def test_routing_ignores_the_compute_dtype() -> None:
+    x = activations().astype(jnp.bfloat16)
+    layer = mixture(dtype="bfloat16")
+    weight, _, _ = layer.router(x)
+    assert weight.dtype == jnp.float32
+    assert layer(x)[0].dtype == jnp.bfloat16
