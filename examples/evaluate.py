@@ -1,0 +1,194 @@
+"""Zero-shot evaluation of a run: `python -m examples.evaluate --run RUN --task-data D`.
+
+Tasks are read from local files (`examples.evaluation.tasks`), or, with `--harness`, are
+those of lm-evaluation-harness, downloaded by it. Numbers are printed and appended to
+`evaluation.jsonl` in the run's folder.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from examples import flags
+from examples.flags import UserError, check, check_range, option
+
+RECORD_FILE = "evaluation.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """Which run is evaluated on what."""
+
+    run: str = option("", "folder of a training run")
+    optimizer: str | None = option(None, "which of the run's optimizers, if several")
+    step: int | None = option(None, "the checkpoint of this step (default: the last)")
+    tasks: str = option("all", "names joined by commas, or 'all' that are in the files")
+    task_data: str | None = option(None, "folder of the task files")
+    limit: int = option(0, "only the first questions of each task (0: all)")
+    batch_tokens: int = option(16_384, "tokens that are scored at once")
+    harness: bool = option(
+        False, "use lm-evaluation-harness and its data (needs a network)"
+    )
+
+    def __post_init__(self) -> None:
+        check(bool(self.run), "--run FOLDER is needed")
+        check_range(self, "limit", 0)
+        check_range(self, "batch_tokens", 1)
+        if self.harness:
+            check(self.tasks != "all", "--harness needs --tasks by name, as in mmlu")
+        else:
+            check(bool(self.task_data), "--task-data FOLDER is needed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What an evaluation needs of a trained model."""
+
+    logits_fn: Any  # a jax.tree_util.Partial over the parameters
+    tokenizer: Any
+    max_length: int
+
+
+def load_model(config: EvaluateConfig) -> Model:
+    """The parameters and the tokenizer of a run."""
+    import jax
+    from flax import nnx
+
+    from examples.checkpoint import load_params
+    from examples.data import tokens as tok
+    from examples.state import make_model
+
+    folder = Path(config.run)
+    params, trained = load_params(folder, optimizer=config.optimizer, step=config.step)
+    file = folder / tok.FILE
+    if file.exists() or trained.data.tokenizer != "bytes" or trained.data.data:
+        tokenizer = tok.load_tokenizer(file)
+    else:
+        tokenizer = tok.ByteTokenizer()
+    graphdef, init = make_model(trained.model, tokenizer.vocab_size)
+    wanted, found = (
+        jax.tree.map(lambda x: x.shape, tree)
+        for tree in (jax.eval_shape(init, jax.random.key(0)), params)
+    )
+    check(wanted == found, f"{file}: not the tokenizer of these parameters")
+
+    def logits(params: Any, tokens_BxL: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, params)(tokens_BxL)
+
+    logits_fn = jax.tree_util.Partial(logits, params)
+    return Model(logits_fn, tokenizer, trained.model.seq_len)
+
+
+def evaluate_files(
+    model: Model, config: EvaluateConfig
+) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """(task, questions, metrics) for each task, from local files."""
+    from examples.evaluation import scoring
+    from examples.evaluation.tasks import TASKS, measure, read_task
+
+    folder = Path(config.task_data or "")
+    names = [name.strip() for name in config.tasks.split(",")]
+    if names == ["all"]:
+        names = [name for name, task in TASKS.items() if (folder / task.file).exists()]
+        check(bool(names), f"--task-data {folder}: no task file in it")
+    if unknown := [name for name in names if name not in TASKS]:
+        known = ", ".join(TASKS)
+        raise UserError(f"--tasks {','.join(unknown)}: unknown; there are {known}")
+    # All are read first: a broken file is named before hours of scoring.
+    read = {name: read_task(TASKS[name], folder, config.limit) for name in names}
+    for name, questions in read.items():
+        pairs = [pair for question in questions for pair in question.pairs]
+        requests = scoring.encode_pairs(model.tokenizer, pairs)
+        sizes = {"max_length": model.max_length, "batch_tokens": config.batch_tokens}
+        scores = iter(scoring.score(model.logits_fn, requests, **sizes))
+        answers = [[next(scores) for _ in question.pairs] for question in questions]
+        yield name, len(questions), measure(TASKS[name], questions, answers)
+
+
+def evaluate_harness(
+    model: Model, config: EvaluateConfig
+) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """(task, questions, metrics) for each task or group, by lm-evaluation-harness."""
+    try:
+        import lm_eval
+
+        from examples.evaluation.harness import HarnessModel
+    except ImportError as error:
+        raise UserError(
+            f"--harness: the package 'lm_eval' cannot be imported ({error}); "
+            "pip install lm_eval"
+        ) from None
+    adapter = HarnessModel(
+        model.logits_fn, model.tokenizer, model.max_length, config.batch_tokens
+    )
+    found = lm_eval.simple_evaluate(
+        model=adapter,
+        tasks=[name.strip() for name in config.tasks.split(",")],
+        limit=config.limit or None,
+    )
+    for name, values in found["results"].items():
+        metrics = {
+            key.removesuffix(",none"): float(value)
+            for key, value in values.items()
+            if key.endswith(",none") and isinstance(value, int | float)
+        }
+        count = found["n-samples"].get(name, {}).get("effective", 0)
+        yield name, count, metrics
+
+
+def _show(name: str, questions: int, metrics: dict[str, float]) -> str:
+    parts = []
+    for key, value in metrics.items():
+        if key.endswith("_stderr"):
+            continue
+        scale = 1 if key == "perplexity" else 100
+        error = metrics.get(f"{key}_stderr", float("nan"))
+        parts.append(f"{key} {scale * value:6.2f} ± {scale * error:.2f}")
+    return f"{name:>16} {questions:6,}  " + "  ".join(parts)
+
+
+def run(config: EvaluateConfig) -> dict[str, dict[str, float]]:
+    """Evaluate, print and record; returns the metrics of each task."""
+    model = load_model(config)
+    evaluate = evaluate_harness if config.harness else evaluate_files
+    results: dict[str, dict[str, float]] = {}
+    path = Path(config.run, RECORD_FILE)
+    begin = time.perf_counter()
+    for name, questions, metrics in evaluate(model, config):
+        print(_show(name, questions, metrics), flush=True)
+        record = {"kind": "zero_shot", "task": name, "questions": questions, **metrics}
+        record |= {
+            key: getattr(config, key)
+            for key in ("optimizer", "step", "limit", "harness")
+        }
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        results[name] = metrics
+    mean = sum(metrics.get("acc", 0.0) for metrics in results.values()) / len(results)
+    seconds = time.perf_counter() - begin
+    print(f"mean accuracy {100 * mean:.2f}; {seconds:.0f} s; record: {path}")
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate a run; returns the exit code (2: the user can fix it)."""
+    try:
+        options = flags.parse(
+            {"evaluate": EvaluateConfig},
+            argv,
+            prog="python -m examples.evaluate",
+            description="Zero-shot evaluation of a training run.",
+        )
+        run(options["evaluate"])
+    except UserError as error:
+        print(f"evaluate: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

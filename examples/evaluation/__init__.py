@@ -1,0 +1,1 @@
+"""Zero-shot evaluation: local tasks, and an adapter for lm-evaluation-harness."""

@@ -1,0 +1,115 @@
+"""A trained model as a model of lm-evaluation-harness (`pip install lm_eval`).
+
+`python -m examples.evaluate --harness --tasks mmlu,piqa` runs the harness's own tasks,
+which it downloads. The model can also be handed to `lm_eval.simple_evaluate`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+
+from examples.data.tokens import Tokenizer
+from examples.evaluation.scoring import LogitsFn, Request, bucket, score
+
+
+@jax.jit
+def _next_token(
+    logits_fn: LogitsFn, tokens_1xL: jax.Array, last: jax.Array, noise: Any
+) -> jax.Array:
+    logits_V = logits_fn(tokens_1xL)[0, last]
+    key, temperature = noise
+    drawn = jax.random.categorical(key, logits_V / jnp.maximum(temperature, 1e-6))
+    return jnp.where(temperature > 0, drawn, logits_V.argmax())
+
+
+class HarnessModel(TemplateLM):
+    """Scores and generates for the harness."""
+
+    def __init__(
+        self,
+        logits_fn: LogitsFn,
+        tokenizer: Tokenizer,
+        max_length: int,
+        batch_tokens: int = 16_384,
+    ):
+        super().__init__()
+        self.max_length = max_length
+        self._logits_fn, self._ours = logits_fn, tokenizer
+        self._batch_tokens = batch_tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._ours.end_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._ours.name.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids; models of this trainer see no beginning-of-text token."""
+        del add_special_tokens, kwargs
+        return self._ours.encode([string.encode("utf-8")])[0].tolist()
+
+    def _score(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+        sizes = {"max_length": self.max_length, "batch_tokens": self._batch_tokens}
+        return [tuple(found) for found in score(self._logits_fn, requests, **sizes)]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        del kwargs
+        found = self._score([Request(*ids) for _, *ids in requests])
+        for (texts, *_), answer in zip(requests, found):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return found
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihood of whole texts, window by window."""
+        del disable_tqdm
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        found = self._score([Request([self.eot_token_id], ids) for ids in texts])
+        return [log_likelihood for log_likelihood, _ in found]
+
+    def generate_until(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[str]:
+        """Continue each context up to one of its stop strings."""
+        del disable_tqdm
+        contexts_and_options: list[Any] = [request.args for request in requests]
+        return [
+            self._generate(context, dict(options), number)
+            for number, (context, options) in enumerate(contexts_and_options)
+        ]
+
+    def _generate(self, context: str, options: dict[str, Any], seed: int) -> str:
+        stops = options.get("until") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        wanted = int(options.get("max_gen_toks", 256))
+        sampled = options.get("do_sample", True) is not False
+        temperature = float(options.get("temperature", 0.0)) if sampled else 0.0
+        # As much context as leaves room for the answer, but at least one token.
+        room = max(1, self.max_length - wanted)
+        ids = (self.tok_encode(context) or [self.eot_token_id])[-room:]
+        start, key = len(ids), jax.random.key(seed)
+        while len(ids) - start < wanted and len(ids) < self.max_length:
+            tokens = np.zeros((1, bucket(len(ids), self.max_length)), np.int32)
+            tokens[0, : len(ids)] = ids
+            noise = (jax.random.fold_in(key, len(ids)), temperature)
+            token = int(_next_token(self._logits_fn, tokens, len(ids) - 1, noise))
+            if token == self.eot_token_id:
+                break
+            ids.append(token)
+            text = self._ours.decode(ids[start:])
+            ends = [text.find(stop) for stop in stops if stop and stop in text]
+            if ends:
+                return text[: min(ends)]
+        return self._ours.decode(ids[start:])

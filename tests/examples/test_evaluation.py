@@ -1,0 +1,285 @@
+"""Zero-shot evaluation: scores by definition, prompts and metrics of the harness."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from examples import evaluate
+from examples.config import parse
+from examples.data import tokens as tok
+from examples.evaluation import scoring
+from examples.evaluation.scoring import Request
+from examples.evaluation.tasks import TASKS, read_task
+from examples.flags import UserError
+from examples.state import make_model
+
+MAX_LENGTH = 48
+CONFIG = parse(
+    [*("--dim", "32", "--layers", "2", "--heads", "2", "--hidden", "64")]
+    + ["--seq-len", str(MAX_LENGTH)]
+)
+GRAPHDEF, INIT = make_model(CONFIG.model, 257)
+
+
+def _apply(params: Any, tokens_BxL: jax.Array) -> jax.Array:
+    # The initial logits are all but equal; larger ones make scores that differ.
+    return 20 * nnx.merge(GRAPHDEF, params)(tokens_BxL)
+
+
+@pytest.fixture(scope="module")
+def logits_fn() -> Any:
+    return jax.tree_util.Partial(_apply, INIT(jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def model(logits_fn: Any) -> evaluate.Model:
+    return evaluate.Model(logits_fn, tok.ByteTokenizer(), MAX_LENGTH)
+
+
+def by_definition(logits_fn: Any, context: list[int], ids: list[int]) -> Any:
+    """One text at a time, unpadded, in float64 from the logits on."""
+    tokens = (context + ids)[-(MAX_LENGTH + 1) :]
+    logits = np.asarray(logits_fn(jnp.asarray([tokens[:-1]])), np.float64)[0]
+    logits = logits[-len(ids) :]
+    log_prob = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    total = sum(log_prob[i, token] for i, token in enumerate(ids))
+    return total, bool((logits.argmax(axis=1) == ids).all())
+
+
+def test_scores_are_those_of_single_unpadded_texts(logits_fn: Any) -> None:
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(rng.integers(0, 257, before).tolist(), rng.integers(0, 257, n).tolist())
+        for before, n in [(1, 1), (3, 5), (30, 2), (47, 1), (48, 1), (90, 40), (1, 48)]
+    ]
+    best = int(logits_fn(jnp.asarray([requests[1].context]))[0, -1].argmax())
+    requests.append(Request(requests[1].context, [best]))
+    for batch_tokens in (1, 100, 10_000):
+        scores = scoring.score(
+            logits_fn, requests, MAX_LENGTH, batch_tokens=batch_tokens
+        )
+        for request, found in zip(requests, scores, strict=True):
+            total, greedy = by_definition(logits_fn, *request)
+            assert found.log_likelihood == pytest.approx(total, abs=2e-4)
+            assert found.is_greedy == greedy
+        assert scores[-1].is_greedy and not scores[1].is_greedy
+
+
+def test_long_continuations_go_window_by_window(logits_fn: Any) -> None:
+    ids = np.random.default_rng(1).integers(0, 257, 2 * MAX_LENGTH + 10).tolist()
+    (found,) = scoring.score(logits_fn, [Request([256], ids)], MAX_LENGTH)
+    first, second = MAX_LENGTH, 2 * MAX_LENGTH
+    parts = [([256], ids[:first]), (ids[:first], ids[first:second])]
+    parts.append((ids[:second], ids[second:]))
+    total = sum(by_definition(logits_fn, *part)[0] for part in parts)
+    assert found.log_likelihood == pytest.approx(total, abs=1e-3)
+
+
+def test_few_shapes() -> None:
+    sizes = {scoring.bucket(n, 1000) for n in range(1, 1001)}
+    assert sizes == {32, 64, 128, 256, 512, 1000}
+
+
+def test_spaces_belong_to_the_continuation() -> None:
+    tokenizer = tok.ByteTokenizer()
+    pairs = [("ab ", "c"), ("ab", " c"), ("", "c"), (" ", "c")]
+    one, two, empty, blank = scoring.encode_pairs(tokenizer, pairs)
+    assert one == two == Request([97, 98], [32, 99])
+    assert empty == Request([256], [99])
+    assert blank == Request([256], [32, 99])
+    with pytest.raises(UserError, match="no token left"):
+        scoring.encode_pairs(tokenizer, [("ab", "")])
+
+
+RECORDS = {
+    "arc_easy.jsonl": [
+        {
+            "query": f"Question: What is {i}?",
+            "choices": ["one", "a number", "three", "f"],
+            "gold": i % 4,
+        }
+        for i in range(6)
+    ],
+    "piqa.jsonl": [
+        {"query": f"Question: open {i}\n", "choices": ["pull it", "p"], "gold": i % 2}
+        for i in range(5)
+    ],
+    "openbook_qa.jsonl": [
+        {"query": f"A dog {i} eats", "choices": ["a", "bb", "c c", "d"], "gold": i % 4}
+        for i in range(5)
+    ],
+    "winogrande.jsonl": [
+        {
+            "context_options": [f"The {i} dog saw the dog", f"The {i} dog saw the cat"],
+            "continuation": "run.",
+            "gold": i % 2,
+        }
+        for i in range(6)
+    ],
+    "lambada_openai.jsonl": [
+        {"context": f"He said {i} and then she said", "continuation": "no"}
+        for i in range(4)
+    ],
+    "copa.jsonl": [
+        {
+            "query": f"The man {i} ran, {word}",
+            "choices": ["it rained.", "i swam."],
+            "gold": i % 2,
+        }
+        for i, word in enumerate(["because", "therefore"] * 2)
+    ],
+    "boolq.jsonl": [
+        {
+            "query": f"Passage: A fox {i}.\nQuestion: is it a fox?",
+            "choices": ["no", "yes"],
+            "gold": i % 2,
+        }
+        for i in range(4)
+    ],
+}
+RECORDS["arc_challenge.jsonl"] = RECORDS["arc_easy.jsonl"][1:4]
+HELLASWAG = [
+    ["Sailing: A man is in a boat. the man"],
+    ["Cooking: How to bake. Take some flour (see above)."],
+    ["Cutting: A dog sits! It barks. a woman in a red hat"],
+]
+ENDINGS = ["is seen.", "Takes a very long way home.", "x", "sings a song"]
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, records in RECORDS.items():
+        lines = [json.dumps(record) + "\n" for record in records]
+        (folder / name).write_text("".join(lines))
+    blocks = [[*query, str(i), *ENDINGS] for i, query in enumerate(HELLASWAG)]
+    text = "".join(f"{line}\n" for block in blocks for line in block)
+    (folder / "hellaswag_val_full.txt").write_text(text)
+    return folder
+
+
+def test_prompts(task_data: Path) -> None:
+    first = {name: read_task(task, task_data)[0] for name, task in TASKS.items()}
+    assert first["piqa"].pairs[0] == ("Question: open 0\nAnswer:", " pull it")
+    assert first["arc_easy"].pairs[1] == ("Question: What is 0?\nAnswer:", " a number")
+    assert first["openbookqa"].pairs[3] == ("A dog 0 eats", " d")
+    assert first["winogrande"].pairs[1] == ("The 0 dog saw the cat", " run.")
+    assert first["lambada_openai"].pairs == [("He said 0 and then she said", " no")]
+    assert first["copa"].pairs[1] == ("The man 0 ran because", "  i swam.")
+    context = "A fox 0.\nQuestion: is it a fox?\nAnswer:"
+    assert first["boolq"].pairs == [(context, " no"), (context, " yes")]
+    contexts = [q.pairs[0][0] for q in read_task(TASKS["hellaswag"], task_data)]
+    assert contexts == [
+        "Sailing: A man is in a boat. The man",
+        "Cooking: How to bake. Take some flour (see above).",
+        "Cutting: A dog sits! It barks. A woman in a red hat",
+    ]
+    assert len(read_task(TASKS["arc_easy"], task_data, limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "line 1: not a record of piqa"),
+        ('{"query": "q", "choices": ["a"], "gold": 1}', "not a record of piqa"),
+        ('{"query": "q"}', "not a record of piqa"),
+        ("", "no question"),
+        (None, "No such file"),
+    ],
+)
+def test_broken_task_files_are_named(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    path = tmp_path / "piqa.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError) as error:
+        read_task(TASKS["piqa"], tmp_path)
+    assert said in str(error.value) and str(path) in str(error.value)
+
+
+def test_metrics_by_definition(model: evaluate.Model, task_data: Path) -> None:
+    options = evaluate.EvaluateConfig(run="-", task_data=str(task_data))
+    results = {
+        name: found for name, _, found in evaluate.evaluate_files(model, options)
+    }
+    assert list(results) == list(TASKS)
+    right, right_norm = [], []
+    for record in RECORDS["openbook_qa.jsonl"]:
+        context = list(record["query"].encode())
+        values = [
+            by_definition(model.logits_fn, context, list(f" {choice}".encode()))[0]
+            for choice in record["choices"]
+        ]
+        lengths = [len(choice) for choice in record["choices"]]
+        right.append(np.argmax(values) == record["gold"])
+        right_norm.append(np.argmax(np.divide(values, lengths)) == record["gold"])
+    found = results["openbookqa"]
+    assert found["acc"] == pytest.approx(np.mean(right))
+    assert found["acc_norm"] == pytest.approx(np.mean(right_norm))
+    error = np.std(right, ddof=1) / len(right) ** 0.5
+    assert found["acc_stderr"] == pytest.approx(error)
+    word = list(b" no")
+    values = [
+        by_definition(model.logits_fn, list(record["context"].encode()), word)[0]
+        for record in RECORDS["lambada_openai.jsonl"]
+    ]
+    found = results["lambada_openai"]
+    assert found["perplexity"] == pytest.approx(math.exp(-np.mean(values)), rel=1e-4)
+
+
+@pytest.fixture
+def checkpoint(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A run's parameters, without a run."""
+    params = INIT(jax.random.key(0))
+    module: Any = SimpleNamespace(load_params=lambda folder, **_: (params, CONFIG))
+    monkeypatch.setitem(sys.modules, "examples.checkpoint", module)
+    return module
+
+
+def test_a_run_is_evaluated_and_recorded(
+    checkpoint: ModuleType,
+    task_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["--run", str(tmp_path), "--task-data", str(task_data), "--limit", "2"]
+    assert evaluate.main([*argv, "--tasks", "piqa,lambada_openai"]) == 0
+    said = capsys.readouterr().out
+    assert "piqa" in said and "perplexity" in said and "mean accuracy" in said
+    lines = (tmp_path / evaluate.RECORD_FILE).read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["task"] for record in records] == ["piqa", "lambada_openai"]
+    assert records[0]["questions"] == 2 and 0 <= records[0]["acc_norm"] <= 1
+    tok.train_bpe([b"some text"], 300).save(tmp_path / tok.FILE)
+    assert evaluate.main([*argv, "--tasks", "piqa"]) == 2
+    assert "not the tokenizer of these parameters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "--run FOLDER"),
+        (["--run", "x"], "--task-data FOLDER"),
+        (["--run", "x", "--harness"], "--harness needs --tasks"),
+        (["--run", "x", "--task-data", ".", "--tasks", "some"], "some: unknown"),
+    ],
+)
+def test_errors_are_one_line(
+    checkpoint: ModuleType,
+    argv: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert evaluate.main(argv) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
