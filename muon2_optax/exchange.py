@@ -17,61 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon2_optax import dtypes, polar
+from muon2_optax import dtypes, parcels, polar
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import AOL, Plan
+from muon2_optax.parcels import Stored, size, stored
 from muon2_optax.placement import Axes, Placement
+from muon2_optax.stacks import take
 
-Side = tuple[tuple[int, Axes], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """How the matrices of a leaf are stored: leaves that agree travel together.
-
-    Attributes:
-      rows, cols: per dimension of the side, its local size and the mesh axes that
-      divide
-        it. Rows are the inputs, or the outputs where ``swapped`` leaves are turned.
-      splits: sizes of independent blocks along the columns.
-    """
-
-    rows: Side
-    cols: Side
-    splits: tuple[int, ...]
-
-    @property
-    def axes(self) -> Axes:
-        return tuple(a for _, axes in self.rows + self.cols for a in axes)
-
-
-def stored(
-    axes: ResolvedAxes, place: Placement, turn_squares: bool
-) -> tuple[Stored, bool]:
-    """The storage of one leaf, and whether its sides were swapped to be canonical.
-
-    ``turn_squares``: a square matrix may be turned, so that one divided along either
-    side is the same task. Not under a one-sided normalization: there, sides differ.
-    """
-    ins, outs = (_side(axes, place, dims) for dims in (axes.ins, axes.outs))
-    if len(axes.splits) > 1:
-        return Stored(ins, outs, axes.splits), False
-    fan_out = axes.splits[0]
-    tall = axes.fan_in > fan_out
-    turned = turn_squares and axes.fan_in == fan_out and not any(a for _, a in ins)
-    swapped = tall or (turned and any(a for _, a in outs))
-    rows, cols = (outs, ins) if swapped else (ins, outs)
-    return Stored(rows, cols, (axes.fan_in if swapped else fan_out,)), swapped
-
-
-def _side(axes: ResolvedAxes, place: Placement, dims: tuple[int, ...]) -> Side:
-    side = [
-        (axes.shape[d] // _size(place.mesh, place.dims[d]), place.dims[d]) for d in dims
-    ]
-    if not any(divided for _, divided in side[1:]):
-        # Only the outermost dimension is divided: flattened, pieces stay contiguous.
-        side = [(math.prod(n for n, _ in side), side[0][1])]
-    return tuple(side)
+# Bytes of whole matrices, in the dtype of the iteration, that a device takes at once:
+# what bounds the memory of a step. While one lot is iterated the next one travels.
+LOT = 420e6
 
 
 def orthogonalize(
@@ -83,42 +38,42 @@ def orthogonalize(
 ) -> list[jax.Array]:
     """Orthogonalizes leaves of one ``Stored`` kind and dtype on their mesh.
 
-    Two all-to-alls over the axes that divide the matrices; one all-gather for a matrix
-    alone, which no second one could make use of, and for leaves that are replicated; no
-    communication where only stacks are divided.
+    Two all-to-alls over the axes that divide the matrices, for each lot of them that
+    fits into ``LOT``; one all-gather for a matrix alone, which no second one could make
+    use of, and for leaves that are replicated; no communication where only stacks are
+    divided.
     """
-    mesh = places[0].mesh
     turn_squares = not isinstance(plan.normalization, AOL)
     kind = stored(axes[0], places[0], turn_squares)[0]
     swaps = [stored(a, p, turn_squares)[1] for a, p in zip(axes, places)]
     whole = all(not any(p.dims) for p in places)
+    specs = tuple(p.spec for p in places)
 
     def run(*xs: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
-        pieces = [_matrices(x, a, s, kind) for x, a, s in zip(xs, axes, swaps)]
-        stack = jnp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
-        iterate = functools.partial(
-            _iterate, kind=kind, mesh=mesh, plan=plan, dtype=dtype
-        )
-        if kind.axes and len(stack) == 1:
-            done = _gathered(stack, kind, mesh, dtype, iterate)
-        elif kind.axes:
-            done = _exchanged(stack, kind, mesh, dtype, iterate)
-        elif whole and len(stack) > 1:
-            done = _shared_out(stack, mesh, dtype, iterate)
+        group = _Group(kind, places[0].mesh, plan, dtype)
+        if kind.axes:
+            narrow, factors = parcels.narrowed(xs, axes, dtype)
+            rows = zip(narrow, axes, swaps)
+            pieces = [parcels.cut(x, a, s, kind) for x, a, s in rows]
+            done = group.moved(pieces, factors)
         else:
-            done = iterate(stack)
-        parts = jnp.split(done, np.cumsum([len(p) for p in pieces])[:-1])
-        rows = zip(parts, xs, axes, swaps)
-        return tuple(_leaf(p, x, a, s).astype(x.dtype) for p, x, a, s in rows)
-
-    specs = tuple(p.spec for p in places)
+            pieces = [parcels.cut(x, a, s, kind) for x, a, s in zip(xs, axes, swaps)]
+            alone = sum(map(len, pieces)) == 1
+            done = group.shared(pieces) if whole and not alone else group.here(pieces)
+        results, start = [], 0
+        for p, x, a, s in zip(pieces, xs, axes, swaps):
+            parts = take(done, start, start + len(p))
+            y = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+            results.append(parcels.put_back(y, x, a, s))
+            start += len(p)
+        return tuple(results)
 
     def on_mesh(*xs: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
         # Replication of the result is by construction (every device gathers the same
         # values), which the checker cannot see.
         return jax.shard_map(
             functools.partial(run, dtype=dtype),
-            mesh=mesh,
+            mesh=places[0].mesh,
             in_specs=specs,
             out_specs=specs,
             check_vma=False,
@@ -127,87 +82,125 @@ def orthogonalize(
     return list(polar.per_platform(on_mesh, leaves, ns_dtype))
 
 
-def _matrices(
-    x: jax.Array, axes: ResolvedAxes, swapped: bool, kind: Stored
-) -> jax.Array:
-    """A local leaf as (count, *row dimensions, *column dimensions)."""
-    first, second = (axes.outs, axes.ins) if swapped else (axes.ins, axes.outs)
-    x = jnp.transpose(x, axes.batch + first + second)
-    return x.reshape(-1, *(n for n, _ in kind.rows + kind.cols))
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Matrices stored alike, inside ``shard_map``.
+
+    The methods take stacks of pieces (or of whole matrices, where nothing is divided)
+    of shape (count, *row dimensions, *column dimensions) and return such stacks, cut
+    elsewhere perhaps.
+    """
+
+    kind: Stored
+    mesh: Any
+    plan: Plan
+    dtype: jnp.dtype
+
+    def here(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+        """Iterates whole matrices on this device."""
+        rows = math.prod(n * size(self.mesh, a) for n, a in self.kind.rows)
+        xs = [x.reshape(len(x), rows, -1) for x in stacks]
+        run = functools.partial(polar.run_batch, plan=self.plan, dtype=self.dtype)
+        if len(self.kind.splits) == 1:
+            done = list(run(*xs))
+        else:
+            cuts = np.cumsum(self.kind.splits)[:-1]
+            blocks = zip(*(jnp.split(x, cuts, axis=-1) for x in xs))
+            done = [
+                jnp.concatenate(b, axis=-1) for b in zip(*(run(*b) for b in blocks))
+            ]
+        return [y.reshape(x.shape) for x, y in zip(stacks, done)]
+
+    def moved(
+        self, pieces: Sequence[jax.Array], factors: jax.Array | None
+    ) -> list[jax.Array]:
+        """Iterates matrices that are divided, each on one device (or on all)."""
+        count = sum(map(len, pieces))
+        if count == 1:
+            return [self._gathered(pieces[0], factors)]
+        devices = size(self.mesh, self.kind.axes)
+        share = -(-count // devices)
+        matrix = math.prod(self.kind.local) * devices * self.dtype.itemsize
+        lots = math.ceil(share * matrix / LOT)
+        step = -(-share // lots) * devices
+        done = []
+        for low in range(0, count, step):
+            lot = take(pieces, low, low + step)
+            of_lot = None if factors is None else factors[low : low + step]
+            done.append(self._exchanged(lot, of_lot, devices))
+        return done
+
+    def _exchanged(
+        self, pieces: Sequence[jax.Array], factors: jax.Array | None, devices: int
+    ) -> jax.Array:
+        count = sum(map(len, pieces))
+        share = -(-count // devices)
+        if factors is None:
+            sent = _filled([parcels.bits(p) for p in pieces], devices * share)
+            got = self._swap(sent)
+            got = parcels.values(got, self.dtype).astype(_wide(self.dtype))
+            got = got.reshape(devices, share, *self.kind.local)
+        else:
+            rows = [
+                parcels.packed(take(pieces, low, low + share), part, share)
+                for low in range(0, count, share)
+                if len(part := factors[low : low + share])
+            ]
+            sent = _filled(
+                [jnp.stack(rows)] if len(rows) > 1 else [rows[0][None]], devices
+            )
+            got = parcels.unpacked(self._swap(sent), self.kind.local, share)
+        done = self.here([parcels.assembled(got, self.kind, self.mesh)])[0]
+        back = parcels.divided(done, self.kind, self.mesh).astype(self.dtype)
+        back = parcels.bits(back).reshape(-1, *self.kind.local)
+        return parcels.values(self._swap(back), self.dtype)[:count]
+
+    def _swap(self, x: jax.Array) -> jax.Array:
+        """Equal parts of axis 0 to every device, and theirs in return."""
+        return jax.lax.all_to_all(x, self.kind.axes, 0, 0, tiled=True)
+
+    def _gathered(self, piece: jax.Array, factors: jax.Array | None) -> jax.Array:
+        """Every device iterates the whole matrix and keeps its piece of the result."""
+        if factors is None:
+            got = jax.lax.all_gather(parcels.bits(piece), self.kind.axes)
+            got = parcels.values(got, self.dtype).astype(_wide(self.dtype))
+        else:
+            sent = parcels.packed([piece], factors, 1)
+            got = jax.lax.all_gather(sent, self.kind.axes)
+            got = parcels.unpacked(got, self.kind.local, 1)
+        done = self.here([parcels.assembled(got, self.kind, self.mesh)])[0]
+        done = parcels.divided(done, self.kind, self.mesh)
+        index = jax.lax.axis_index(self.kind.axes)
+        return jax.lax.dynamic_index_in_dim(done, index, keepdims=False)
+
+    def shared(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+        """Each device iterates its share of replicated matrices; all get all."""
+        x = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
+        names = tuple(a for a in self.mesh.axis_names if self.mesh.shape[a] > 1)
+        devices, count = size(self.mesh, names), len(x)
+        share = -(-count // devices)
+        padded = _filled([x], devices * share)
+        mine = jax.lax.axis_index(names) * share
+        done = self.here([jax.lax.dynamic_slice_in_dim(padded, mine, share)])[0]
+        sent = parcels.bits(done.astype(self.dtype)).reshape(share, -1)
+        if count >= devices:
+            got = jax.lax.all_gather(sent, names, tiled=True)[:count]
+        else:
+            got = _broadcast_first(sent[0], count, devices, names)
+        return [parcels.values(got, self.dtype).reshape(x.shape)]
 
 
-def _leaf(
-    x: jax.Array, like: jax.Array, axes: ResolvedAxes, swapped: bool
-) -> jax.Array:
-    """Inverse of ``_matrices``."""
-    first, second = (axes.outs, axes.ins) if swapped else (axes.ins, axes.outs)
-    order = axes.batch + first + second
-    x = x.reshape([like.shape[d] for d in order])
-    return jnp.transpose(x, tuple(np.argsort(order).tolist()))
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which received values are normalized."""
+    return dtypes.compute_dtype(dtype)
 
 
-def _iterate(
-    x: jax.Array, kind: Stored, mesh: Any, plan: Plan, dtype: jnp.dtype
-) -> jax.Array:
-    """Whole matrices (count, *row dimensions, *column dimensions), all local."""
-    shape = x.shape
-    rows = math.prod(n * _size(mesh, a) for n, a in kind.rows)
-    x = x.reshape(len(x), rows, -1)
-    if len(kind.splits) == 1:
-        return polar.run_batch(x, plan=plan, dtype=dtype)[0].reshape(shape)
-    blocks = jnp.split(x, np.cumsum(kind.splits)[:-1], axis=-1)
-    done = [polar.run_batch(b, plan=plan, dtype=dtype)[0] for b in blocks]
-    return jnp.concatenate(done, axis=-1).reshape(shape)
-
-
-def _exchanged(
-    x: jax.Array, kind: Stored, mesh: Any, dtype: jnp.dtype, iterate: Any
-) -> jax.Array:
-    """Runs ``iterate`` on whole matrices, of which each device gets an equal share."""
-    count, *local = x.shape
-    devices = _size(mesh, kind.axes)
-    share = -(-count // devices)
-    # Zero matrices fill up the last share; they stay zero.
-    x = jnp.pad(x, [(0, devices * share - count)] + [(0, 0)] * len(local))
-    sent = _encode(x, dtype).reshape(devices, share, -1)
-    here = jax.lax.all_to_all(sent, kind.axes, 0, 0, tiled=True)
-    pieces = _decode(here, (devices, share, *local), dtype, x.dtype)
-    done = iterate(_assembled(pieces, kind, mesh))
-    back = _bits(_divided(done, kind, mesh).astype(dtype))
-    back = jax.lax.all_to_all(
-        back.reshape(devices, share, -1), kind.axes, 0, 0, tiled=True
-    )
-    return _values(back, dtype).reshape(devices * share, *local)[:count]
-
-
-def _gathered(
-    x: jax.Array, kind: Stored, mesh: Any, dtype: jnp.dtype, iterate: Any
-) -> jax.Array:
-    """Every device iterates the whole matrix and keeps its piece of the result."""
-    count, *local = x.shape
-    devices = _size(mesh, kind.axes)
-    here = jax.lax.all_gather(_encode(x, dtype), kind.axes)
-    pieces = _decode(here, (devices, count, *local), dtype, x.dtype)
-    done = _divided(iterate(_assembled(pieces, kind, mesh)), kind, mesh)
-    return jax.lax.dynamic_index_in_dim(
-        done, jax.lax.axis_index(kind.axes), keepdims=False
-    )
-
-
-def _shared_out(x: jax.Array, mesh: Any, dtype: jnp.dtype, iterate: Any) -> jax.Array:
-    """Each device iterates its share of replicated matrices; all get all results."""
-    names = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
-    devices, count = _size(mesh, names), len(x)
-    share = -(-count // devices)
-    padded = jnp.pad(x, [(0, devices * share - count)] + [(0, 0)] * (x.ndim - 1))
-    mine = jax.lax.axis_index(names) * share
-    done = iterate(jax.lax.dynamic_slice_in_dim(padded, mine, share))
-    bits = _bits(done.astype(dtype)).reshape(share, -1)
-    if count >= devices:
-        bits = jax.lax.all_gather(bits, names, tiled=True)[:count]
-    else:
-        bits = _broadcast_first(bits[0], count, devices, names)
-    return _values(bits, dtype).reshape(x.shape)
+def _filled(parts: Sequence[jax.Array], count: int) -> jax.Array:
+    """The parts as one stack of ``count`` members, the last ones zero."""
+    missing = count - sum(map(len, parts))
+    zeros = [jnp.zeros((missing, *parts[0].shape[1:]), parts[0].dtype)]
+    parts = [*parts, *(zeros if missing else [])]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _broadcast_first(
@@ -222,68 +215,3 @@ def _broadcast_first(
     pieces = jax.lax.all_to_all(spread, names, 0, 0, tiled=True)[:count]
     rows = jax.lax.all_gather(pieces, names, axis=1)
     return rows.reshape(count, -1)[:, : row.size]
-
-
-def _assembled(x: jax.Array, kind: Stored, mesh: Any) -> jax.Array:
-    """(devices, share, *local dimensions) to (share, *whole dimensions)."""
-    sizes = [mesh.shape[a] for a in kind.axes]
-    x = x.reshape(*sizes, *x.shape[1:])
-    order, shape, axis = [len(sizes)], [x.shape[len(sizes)]], 0
-    for i, (n, divided) in enumerate(kind.rows + kind.cols):
-        order += [*range(axis, axis + len(divided)), len(sizes) + 1 + i]
-        axis += len(divided)
-        shape.append(n * _size(mesh, divided))
-    return jnp.transpose(x, order).reshape(shape)
-
-
-def _divided(x: jax.Array, kind: Stored, mesh: Any) -> jax.Array:
-    """Inverse of ``_assembled``: the pieces of every device in front."""
-    shape, front, back = [len(x)], [], [0]
-    for n, divided in kind.rows + kind.cols:
-        front += range(len(shape), len(shape) + len(divided))
-        shape += [*(mesh.shape[a] for a in divided), n]
-        back.append(len(shape) - 1)
-    x = jnp.transpose(x.reshape(shape), (*front, *back))
-    return x.reshape(-1, *x.shape[len(front) :])
-
-
-def _encode(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """(count, ...) as rows of what travels: the values, and float16's range.
-
-    float16 does not reach as far as the values do before they are normalized, so each
-    piece is divided by its largest magnitude, whose bits go with it.
-    """
-    rows = x.reshape(len(x), -1)
-    if dtype != jnp.float16:
-        return _bits(rows.astype(dtype))
-    rows = rows.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True, initial=0.0)
-    values = (rows / jnp.where(largest == 0, 1, largest)).astype(dtype)
-    scale = jax.lax.bitcast_convert_type(largest, jnp.uint16).reshape(len(x), 2)
-    return jnp.concatenate([_bits(values), scale], axis=-1)
-
-
-def _decode(
-    bits: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, source: jnp.dtype
-) -> jax.Array:
-    if dtype != jnp.float16:
-        values = _values(bits, dtype)
-        return values.astype(dtypes.compute_dtype(source)).reshape(shape)
-    largest = jax.lax.bitcast_convert_type(bits[..., -2:], jnp.float32)
-    values = _values(bits[..., :-2], dtype).astype(jnp.float32)
-    return (values * largest[..., None]).reshape(shape)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """16-bit values travel as integers, which no backend widens on the way."""
-    narrow = x.dtype.itemsize == 2
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if narrow else x
-
-
-def _values(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    narrow = bits.dtype == jnp.uint16
-    return jax.lax.bitcast_convert_type(bits, dtype) if narrow else bits
-
-
-def _size(mesh: Any, axes: Axes) -> int:
-    return math.prod(mesh.shape[a] for a in axes)

@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 
 from muon2_optax import symmetric
 from muon2_optax.coefficients import Frobenius, Plan
+from muon2_optax.stacks import take
 
 # The kernel's operand A B^T counts in columns of this many elements.
 COLUMNS = 64
@@ -33,6 +34,9 @@ _forced: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
     "forced", default=None
 )
 _cuda: contextvars.ContextVar[bool] = contextvars.ContextVar("cuda", default=False)
+_undivided: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "undivided", default=False
+)
 
 
 @contextlib.contextmanager
@@ -66,10 +70,20 @@ def _unpartitioned() -> bool:
 
     It cannot divide a kernel: it would gather the operands and run it everywhere.
     """
-    if _forced.get() or jax.device_count() == 1:
+    if _forced.get() or _undivided.get() or jax.device_count() == 1:
         return True
     types = jax.sharding.get_abstract_mesh().axis_types
     return bool(types) and all(t == AxisType.Manual for t in types)
+
+
+@contextlib.contextmanager
+def undivided(known: bool) -> Generator[None]:
+    """Says that what is traced inside runs on one device of several."""
+    token = _undivided.set(known)
+    try:
+        yield
+    finally:
+        _undivided.reset(token)
 
 
 def for_cuda(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,35 +144,27 @@ def run(
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
-    groups: list[list[tuple[int, int, int]]] = []
-    room = 0
-    for i, y in enumerate(flat):
-        low = 0
-        while low < len(y):
-            if not room:
-                groups.append([])
-                room = size
-            high = min(len(y), low + room)
-            groups[-1].append((i, low, high))
-            room -= high - low
-            low = high
     results: list[list[jax.Array]] = [[] for _ in flat]
-    done = 0
-    for group in groups:
+    which = [i for i, x in enumerate(flat) for _ in range(len(x))]
+    count = len(which)
+    for low in range(0, count, size):
         ready = []
-        for i, low, high in group:
-            y = flat[i][low:high]
+        start = low
+        for y in take(flat, low, low + size):
+            part = slice(start, start := start + len(y))
+            tall = y.shape[1] != m
             for f in factors:
-                y = y.astype(f.dtype) * f[done : done + high - low, None, None]
+                y = y.astype(f.dtype) * f[part, None, None]
             y = _rows_major(y.astype(dtype))
             # Columns of zeros change nothing.
             wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
-            ready.append(jnp.pad(y if y.shape[1] == m else y.mT, wide))
-            done += high - low
+            ready.append(jnp.pad(y.mT if tall else y, wide))
         outputs = iterate(jnp.concatenate(ready), chunks, interpret)[..., :n]
-        at = 0
-        for i, low, high in group:
-            o, at = outputs[at : at + high - low], at + high - low
+        start = 0
+        for y in ready:
+            o = outputs[start : start + len(y)]
+            i = which[low + start]
+            start += len(y)
             results[i].append(o if flat[i].shape[1] == m else _rows_major(o.mT))
     return tuple(
         (r[0] if len(r) == 1 else jnp.concatenate(r)).reshape(x.shape).astype(x.dtype)

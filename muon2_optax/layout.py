@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from muon2_optax import exchange, polar
+from muon2_optax import exchange, hopper, parcels, polar
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import AOL, Plan
-from muon2_optax.placement import Shardings, placement
+from muon2_optax.placement import Shardings, on_one_device, placement
 
 
 def orthogonalize_leaves(
@@ -32,7 +32,7 @@ def orthogonalize_leaves(
     kinds: list[Hashable] = [
         None
         if p is None
-        else (exchange.stored(a, p, turn_squares)[0], p.mesh, any(p.dims), x.dtype)
+        else (parcels.stored(a, p, turn_squares)[0], p.mesh, any(p.dims), x.dtype)
         for a, p, x in zip(axes, places, leaves)
     ]
     results: list[Any] = [None] * len(leaves)
@@ -44,7 +44,10 @@ def orthogonalize_leaves(
             axes[i].from_blocks([next(done) for _ in b]) for i, b in zip(local, blocks)
         ]
 
-    for i, y in zip(local, automatic(in_place, [leaves[i] for i in local])):
+    alone = all(on_one_device(leaves[i], shardings) for i in local)
+    with hopper.undivided(alone):
+        done = automatic(in_place, [leaves[i] for i in local])
+    for i, y in zip(local, done):
         results[i] = y
     for kind in dict.fromkeys(k for k in kinds if k is not None):
         members = [i for i, k in enumerate(kinds) if k == kind]

@@ -88,9 +88,8 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
     """
     if shardings is not None and not isinstance(shardings, Shardings):
         raise TypeError(f"shardings must be Shardings.of(...), got {type(shardings)}")
-    sharding = jax.typeof(x).sharding
-    mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    types = () if mesh is None or mesh.empty else mesh.axis_types
+    mesh, sharding = _typed_mesh(x), jax.typeof(x).sharding
+    types = () if mesh is None else mesh.axis_types
     if AxisType.Manual in types:
         return None
     if types and all(t == AxisType.Explicit for t in types):
@@ -114,6 +113,22 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
     # Axes of size 1 divide nothing.
     dims = tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in named)
     return Placement(mesh, spec, dims)
+
+
+def on_one_device(x: Any, shardings: Shardings | None) -> bool:
+    """Whether a leaf is known to live on one device, whatever else the machine has."""
+    mesh = _typed_mesh(x)
+    if mesh is not None and AxisType.Manual in mesh.axis_types:
+        return False
+    known = mesh or (shardings.mesh if shardings is not None else None)
+    return known is not None and known.size == 1
+
+
+def _typed_mesh(x: Any) -> Any:
+    """The mesh that the type of a leaf names, if any."""
+    sharding = jax.typeof(x).sharding
+    named = isinstance(sharding, NamedSharding) and not sharding.mesh.empty
+    return sharding.mesh if named else None
 
 
 def zeros_like(p: Any, dtype: Any) -> jax.Array:
