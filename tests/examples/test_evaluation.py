@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -283,3 +285,133 @@ def test_errors_are_one_line(
     assert evaluate.main(argv) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def hub_record(name: str, record: Any) -> dict[str, Any]:
+    """A record of our files in the fields that the harness's task reads."""
+    if name == "hellaswag":
+        query, label, *endings = record
+        activity, rest = query.split(": ", 1)
+        ctx_a, ctx_b = rest, ""
+        last = re.split(r"(?<=[.!?]) ", rest)[-1]
+        if last[:1].islower():
+            ctx_a, ctx_b = rest.removesuffix(last).strip(), last
+        fields = {"activity_label": activity, "ctx_a": ctx_a, "ctx_b": ctx_b}
+        return {**fields, "endings": endings, "label": label}
+    if name == "lambada_openai":
+        return {"text": f"{record['context']} {record['continuation']}"}
+    if name == "winogrande":
+        one, two = record["context_options"]
+        start = os.path.commonprefix([one, two]).rpartition(" ")[0] + " "
+        options = {f"option{i}": o.removeprefix(start) for i, o in ((1, one), (2, two))}
+        sentence = f"{start}_ {record['continuation']}"
+        return {**options, "sentence": sentence, "answer": str(record["gold"] + 1)}
+    query, gold, choices = record["query"], record["gold"], record["choices"]
+    if name == "piqa":
+        goal = query.removeprefix("Question: ").removesuffix("\n")
+        return {"goal": goal, "sol1": choices[0], "sol2": choices[1], "label": gold}
+    if name == "copa":
+        premise, word = query.rsplit(", ", 1)
+        kind = {"because": "cause", "therefore": "effect"}[word]
+        answers = {f"choice{i + 1}": c.capitalize() for i, c in enumerate(choices)}
+        return {"premise": premise + ".", "question": kind, "label": gold, **answers}
+    if name == "boolq":
+        passage, question = query.removeprefix("Passage: ").split("\nQuestion: ")
+        return {
+            "passage": passage,
+            "question": question.removesuffix("?"),
+            "label": gold,
+        }
+    letters = [chr(ord("A") + i) for i in range(len(choices))]
+    answers = {"text": choices, "label": letters}
+    stem = "question_stem" if name == "openbookqa" else "question"
+    text = query if name == "openbookqa" else query.removeprefix("Question: ")
+    return {stem: text, "choices": answers, "answerKey": letters[gold]}
+
+
+def hub_tasks(folder: Path, limit: int = 0) -> list[Any]:
+    """The harness's tasks, reading our files in place of what they would download."""
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    index = TaskManager().task_index
+    tasks = []
+    for name, task in TASKS.items():
+        text = (folder / task.file).read_text(encoding="utf-8")
+        lines = text.split("\n")[:-1]
+        if task.file.endswith(".jsonl"):
+            records = [json.loads(line) for line in lines]
+        else:
+            records = [lines[i : i + 6] for i in range(0, len(lines), 6)]
+        rows = [hub_record(name, record) for record in records[: limit or None]]
+        splits = {
+            split: datasets.Dataset.from_list(rows)
+            for split in ("train", "validation", "test")
+        }
+        config = load_yaml(index[name].yaml_path, resolve_func=True)
+        config.pop("tag", None)
+        config["custom_dataset"] = lambda splits=splits, **_: splits
+        tasks.append(ConfigurableTask(config=config))
+    return tasks
+
+
+@pytest.mark.slow
+def test_all_numbers_are_those_of_the_harness(
+    model: evaluate.Model, task_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tasks, prompts, tokenization, metrics and errors, on the same model."""
+    lm_eval = pytest.importorskip("lm_eval")
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # JAX does not survive a fork
+    from examples.evaluation.harness import HarnessModel
+
+    adapter = HarnessModel(model.logits_fn, model.tokenizer, model.max_length)
+    found = lm_eval.simple_evaluate(
+        model=adapter, tasks=hub_tasks(task_data), bootstrap_iters=2000
+    )["results"]
+    options = evaluate.EvaluateConfig(run="-", task_data=str(task_data))
+    compared = 0
+    for name, _, metrics in evaluate.evaluate_files(model, options):
+        for key, value in metrics.items():
+            theirs = found[name][f"{key},none"]
+            # It finds the error of a perplexity by drawing samples of the questions.
+            loose = {"rel": 0.25} if key == "perplexity_stderr" else {"rel": 1e-6}
+            assert value == pytest.approx(theirs, **loose), (name, key)
+            compared += 1
+    assert compared == 2 * (9 + 5 + 1)  # acc, acc_norm and a perplexity, with errors
+
+
+@pytest.mark.slow
+def test_the_harness_rolls_and_generates(model: evaluate.Model) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval import utils
+    from lm_eval.api.instance import Instance
+
+    from examples.evaluation.harness import HarnessModel
+
+    adapter = HarnessModel(model.logits_fn, model.tokenizer, model.max_length)
+
+    def ask(kind: str, *arguments: Any) -> list[Any]:
+        request = Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+        return getattr(adapter, kind)([request])
+
+    text = "a text that is longer than the window of the model, by some " * 2
+    windows = utils.get_rolling_token_windows(list(text.encode()), 256, MAX_LENGTH, 1)
+    total = sum(
+        by_definition(model.logits_fn, *utils.make_disjoint_window(window))[0]
+        for window in windows
+    )
+    (rolled,) = ask("loglikelihood_rolling", text)
+    assert rolled == pytest.approx(total, abs=1e-3)
+    options = {"until": [], "max_gen_toks": 6, "do_sample": False}
+    (generated,) = ask("generate_until", "abc", options)
+    ids = list(b"abc")
+    for _ in range(6):
+        ids.append(int(model.logits_fn(jnp.asarray([ids]))[0, -1].argmax()))
+    expected = model.tokenizer.decode(ids[3:])
+    assert generated == expected
+    options["until"] = [expected[2]]
+    assert ask("generate_until", "abc", options) == [
+        expected[: expected.index(expected[2])]
+    ]
