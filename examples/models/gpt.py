@@ -50,12 +50,12 @@ class Block(nnx.Module):
         return x_BxLxD, jnp.zeros((), jnp.float32)
 
 
-class Gpt(nnx.Module):
+class Gpt(layers.Decoder):
     """Token ids (B, L) to float32 logits (B, L, V); L is at most `seq_len`."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = layers.embedding(vocab_size, config, rngs)
+        self.embed = layers.Embedding(vocab_size, config, rngs)
         shape = (config.seq_len, config.dim)
         init = nnx.initializers.normal(layers.OUTER_STD)
         self.position_table = nnx.Param(init(rngs.params(), shape, jnp.float32))
@@ -63,7 +63,6 @@ class Gpt(nnx.Module):
         self.final_norm = _norm(config, rngs)
 
     def features(self, tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the head sees (B, L, D), and a loss of the blocks, which is zero."""
         length = tokens_BxL.shape[1]
         if length > self.config.seq_len:
             raise UserError(
@@ -75,9 +74,5 @@ class Gpt(nnx.Module):
         x_BxLxD, aux = layers.run_blocks(self.config, self.blocks, x_BxLxD)
         return constrain(self.final_norm(x_BxLxD), BATCH, None, None), aux
 
-    def logits(self, x_BxLxD: jax.Array) -> jax.Array:
-        """Float32 logits (B, L, V) of features; the head is the embedding."""
-        return layers.logits(x_BxLxD, self.embed.embedding[...].T, self.config.dtype)
-
-    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
-        return self.logits(self.features(tokens_BxL)[0])
+    def head(self) -> jax.Array:
+        return self.embed.embedding[...].T

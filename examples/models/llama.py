@@ -22,7 +22,8 @@ class FeedForward(nnx.Module):
         self.down = Linear(hidden, dim, dtype, rngs, gain=layers.out_gain(config))
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        h_BxLxF = nnx.silu(self.gate(x_BxLxD)) * self.up(x_BxLxD)
+        gate_BxLxF, up_BxLxF = layers.products(x_BxLxD, (self.gate, self.up))
+        h_BxLxF = nnx.silu(gate_BxLxF) * up_BxLxF
         return self.down(constrain(h_BxLxF, BATCH, None, "tensor"))
 
 
@@ -43,14 +44,14 @@ class Block(nnx.Module):
         return x_BxLxD, jnp.zeros((), jnp.float32)
 
 
-class Llama(nnx.Module):
+class Llama(layers.Decoder):
     """Token ids (B, L) to float32 logits (B, L, V)."""
 
     make_block: Any = Block  # a decoder of other blocks names them here
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = layers.embedding(vocab_size, config, rngs)
+        self.embed = layers.Embedding(vocab_size, config, rngs)
         self.blocks = layers.make_blocks(
             config, lambda rngs: type(self).make_block(config, rngs), rngs
         )
@@ -60,7 +61,6 @@ class Llama(nnx.Module):
         self.lm_head = Linear(config.dim, vocab_size, dtype, rngs, gain=gain)
 
     def features(self, tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the head sees (B, L, D), and the weighted loss of the blocks."""
         config = self.config
         rotation = layers.rotation(
             tokens_BxL.shape[1], config.dim // config.heads, config.rope_theta
@@ -69,9 +69,5 @@ class Llama(nnx.Module):
         x_BxLxD, aux = layers.run_blocks(config, self.blocks, x_BxLxD, rotation)
         return constrain(self.final_norm(x_BxLxD), BATCH, None, None), aux
 
-    def logits(self, x_BxLxD: jax.Array) -> jax.Array:
-        """Float32 logits (B, L, V) of features."""
-        return layers.logits(x_BxLxD, self.lm_head.kernel[...], self.config.dtype)
-
-    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
-        return self.logits(self.features(tokens_BxL)[0])
+    def head(self) -> jax.Array:
+        return self.lm_head.kernel[...]

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -98,10 +97,7 @@ def loss_and_grads(graphdef: Any, params: Any, tokens_BxM: jax.Array) -> Any:
     def loss(params: Any) -> jax.Array:
         model = nnx.merge(graphdef, params)
         x, aux = model.features(tokens_BxM[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            model.logits(x), tokens_BxM[:, 1:]
-        )
-        return losses.mean() + aux
+        return model.loss(x, tokens_BxM[:, 1:], chunks=2)[0] + aux
 
     return jax.value_and_grad(loss)(params)
 

@@ -1,0 +1,119 @@
+"""The head and its cross entropy as one operation that keeps no logits."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from examples.mesh import BATCH, constrain
+
+# Vocabularies such as GPT-2's 50,257 are filled up to a multiple of this: products of
+# odd widths take GPUs several times as long.
+_MULTIPLE = 128
+
+
+def padded(w_DxV: jax.Array) -> jax.Array:
+    """The head with columns of zeros up to a width that hardware likes."""
+    missing = -w_DxV.shape[1] % _MULTIPLE
+    wide = w_DxV.shape[1] > _MULTIPLE  # small ones are for tests and CPUs
+    return jnp.pad(w_DxV, ((0, 0), (0, missing))) if missing and wide else w_DxV
+
+
+def product(x_BxLxD: jax.Array, w_DxW: jax.Array) -> jax.Array:
+    """A product of 16-bit arrays with a float32 result; W is V, filled up."""
+    logits_BxLxW = jnp.einsum(
+        "bld,dw->blw", x_BxLxD, w_DxW, preferred_element_type=jnp.float32
+    )
+    return constrain(logits_BxLxW, BATCH, None, "tensor")
+
+
+def _cut(x_BxLx: jax.Array, chunks: int) -> jax.Array:
+    batch, length, *rest = x_BxLx.shape
+    return x_BxLx.reshape(batch, chunks, length // chunks, *rest).swapaxes(0, 1)
+
+
+def _sums(
+    x_BxCxD: jax.Array, w_DxW: jax.Array, targets_BxC: jax.Array, width: int
+) -> tuple[jax.Array, ...]:
+    """Logits, where the targets are, log-sum-exp and negative log-likelihood."""
+    logits_BxCxW = product(x_BxCxD, w_DxW)
+    column_1x1xW = jax.lax.broadcasted_iota(jnp.int32, (1, 1, w_DxW.shape[1]), 2)
+    if w_DxW.shape[1] > width:
+        logits_BxCxW = jnp.where(column_1x1xW < width, logits_BxCxW, -jnp.inf)
+    # Not a lookup: its derivative would write the whole array once more.
+    target_BxCxW = column_1x1xW == targets_BxC[..., None]
+    lse_BxC = jax.nn.logsumexp(logits_BxCxW, axis=-1)
+    at_target_BxC = jnp.where(target_BxCxW, logits_BxCxW, 0).sum(axis=-1)
+    return logits_BxCxW, target_BxCxW, lse_BxC, lse_BxC - at_target_BxC
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def head_loss(
+    x_BxLxD: jax.Array,
+    w_DxV: jax.Array,
+    targets_BxL: jax.Array,
+    z_weight: float,
+    chunks: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Mean cross entropy plus `z_weight` times the mean squared log-sum-exp, and the
+    mean cross entropy alone.
+
+    Only the first result has a derivative. It is computed along with the result, chunk
+    of positions by chunk, so that float32 logits of one chunk are all that ever exists
+    and nothing is computed twice. It rounds the logits' derivative to the compute
+    dtype, for which there are fast products.
+    """
+    w_DxW = padded(w_DxV.astype(x_BxLxD.dtype))
+
+    def part(xt: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        _, _, lse_BxC, nll_BxC = _sums(xt[0], w_DxW, xt[1], w_DxV.shape[1])
+        return nll_BxC.sum(), jnp.square(lse_BxC).sum()
+
+    nll, z = jax.lax.map(part, (_cut(x_BxLxD, chunks), _cut(targets_BxL, chunks)))
+    nll, z = nll.sum() / targets_BxL.size, z.sum() / targets_BxL.size
+    return nll + z_weight * z, nll
+
+
+def _forward(
+    x_BxLxD: jax.Array,
+    w_DxV: jax.Array,
+    targets_BxL: jax.Array,
+    z_weight: float,
+    chunks: int,
+) -> tuple[Any, Any]:
+    w_DxW = padded(w_DxV.astype(x_BxLxD.dtype))
+    count = targets_BxL.size
+
+    def part(dw_DxW: jax.Array, xt: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        x_BxCxD, targets_BxC = xt
+        logits_BxCxW, target_BxCxW, lse_BxC, nll_BxC = _sums(
+            x_BxCxD, w_DxW, targets_BxC, w_DxV.shape[1]
+        )
+        scale_BxC = (1 + 2 * z_weight * lse_BxC) / count
+        g_BxCxW = jnp.exp(logits_BxCxW - lse_BxC[..., None]) * scale_BxC[..., None]
+        g_BxCxW = (g_BxCxW - target_BxCxW / count).astype(x_BxCxD.dtype)
+        dx_BxCxD = jnp.einsum("blw,dw->bld", g_BxCxW, w_DxW)
+        dw_DxW += jnp.einsum(
+            "bld,blw->dw", x_BxCxD, g_BxCxW, preferred_element_type=jnp.float32
+        )
+        return dw_DxW, (dx_BxCxD, nll_BxC.sum(), jnp.square(lse_BxC).sum())
+
+    start = constrain(jnp.zeros(w_DxW.shape, jnp.float32), None, "tensor")
+    parts = _cut(x_BxLxD, chunks), _cut(targets_BxL, chunks)
+    dw_DxW, (dx, nll, z) = jax.lax.scan(part, start, parts)
+    dx_BxLxD = dx.swapaxes(0, 1).reshape(x_BxLxD.shape)
+    dw_DxV = dw_DxW[:, : w_DxV.shape[1]].astype(w_DxV.dtype)
+    nll, z = nll.sum() / count, z.sum() / count
+    return (nll + z_weight * z, nll), (dx_BxLxD, dw_DxV)
+
+
+def _backward(z_weight: float, chunks: int, saved: Any, cotangents: Any) -> Any:
+    del z_weight, chunks
+    dx_BxLxD, dw_DxV = saved
+    scale, _ = cotangents
+    dx_BxLxD = (dx_BxLxD * scale).astype(dx_BxLxD.dtype)
+    return dx_BxLxD, (dw_DxV * scale).astype(dw_DxV.dtype), None
+
+
+head_loss.defvjp(_forward, _backward)
