@@ -32,8 +32,9 @@ def _sizes(
         "experts": 0,
         "active_experts": 0,
         "dtype": "float32" if tiny else "bfloat16",
-        # One compiled block instead of many: what a deep model takes to compile.
-        "scan_layers": dim >= 2048,
+        # Compiles faster, runs slower: on an H100, LLaMA-350M took 121 ms for its
+        # gradients instead of 87, and 3 s to compile instead of 12.
+        "scan_layers": False,
     } | more
 
 
@@ -91,8 +92,8 @@ class ModelConfig:
     )
     moe_dispatch: Literal["auto", "ragged", "capacity"] = option(
         "auto",
-        "how tokens reach experts: ragged drops none, capacity partitions over a mesh; "
-        "auto: capacity on a mesh",
+        "how tokens reach experts: ragged drops none, capacity has limited places; "
+        "auto: ragged on one TPU, else capacity",
     )
     capacity_factor: float = option(
         1.25, "places per expert, as a multiple of an even share of the tokens"

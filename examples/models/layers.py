@@ -4,7 +4,7 @@ Arrays carry their axes in their names: B batch, L length, D model width, H head
 K width of one head, F feed-forward width, V vocabulary; N stands for layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -43,22 +43,11 @@ class Linear(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.add_bias(x @ self.kernel[...].astype(self.dtype))
-
-    def add_bias(self, y: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...].astype(self.dtype)
         if self.bias is None:
             return y
         bias = self.bias[...].astype(self.dtype)
         return y + jnp.broadcast_to(bias, y.shape)
-
-
-def products(x_BxLxD: jax.Array, maps: Sequence[Linear]) -> list[jax.Array]:
-    """Several maps of the same activations, as one product."""
-    dtype = maps[0].dtype
-    w_DxSxF = jnp.stack([m.kernel[...].astype(dtype) for m in maps], axis=1)
-    y_BxLxSxF = jnp.einsum("bld,dsf->blsf", x_BxLxD, w_DxSxF)
-    parts = [y_BxLxSxF[:, :, i] for i in range(len(maps))]
-    return [m.add_bias(part) for m, part in zip(maps, parts)]
 
 
 def rms_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -186,7 +175,7 @@ class Attention(nnx.Module):
             return constrain(y_BxLxHxK, BATCH, None, "tensor", None)
 
         maps = (self.query, self.key, self.value)
-        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = map(split, products(x_BxLxD, maps))
+        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (split(m(x_BxLxD)) for m in maps)
         if rotation is not None:
             q_BxLxHxK = rotate(q_BxLxHxK, rotation)
             k_BxLxHxK = rotate(k_BxLxHxK, rotation)

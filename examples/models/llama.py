@@ -22,8 +22,7 @@ class FeedForward(nnx.Module):
         self.down = Linear(hidden, dim, dtype, rngs, gain=layers.out_gain(config))
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        gate_BxLxF, up_BxLxF = layers.products(x_BxLxD, (self.gate, self.up))
-        h_BxLxF = nnx.silu(gate_BxLxF) * up_BxLxF
+        h_BxLxF = nnx.silu(self.gate(x_BxLxD)) * self.up(x_BxLxD)
         return self.down(constrain(h_BxLxF, BATCH, None, "tensor"))
 
 

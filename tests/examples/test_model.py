@@ -68,9 +68,7 @@ def assert_close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
 def test_later_tokens_do_not_reach_earlier_logits(
     architecture: str, dtype: str, scan_layers: bool
 ) -> None:
-    config = small(
-        architecture, dtype=dtype, scan_layers=scan_layers, moe_dispatch="ragged"
-    )
+    config = small(architecture, dtype=dtype, scan_layers=scan_layers)
     model = jax.jit(build(config, VOCAB, rngs=nnx.Rngs(0)).__call__)
     one = tokens()
     changed = one.at[:, 9].set((one[:, 9] + 1) % VOCAB)
