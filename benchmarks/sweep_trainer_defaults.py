@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from examples.plots import read_metrics
+from examples.folder import read_metrics
 from examples.pretrain import main
 
 CENTRES = {"adamw": 0.004, "muon": 0.04, "muon2": 0.04, "muon2_f": 0.04}

@@ -7,13 +7,16 @@ import dataclasses
 import hashlib
 import json
 import typing
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 from examples import flags
 from examples.data.config import DataConfig
-from examples.flags import check, check_range, option
+from examples.flags import UserError, check, check_range, option
 from examples.models.config import ModelConfig
+
+SETTINGS_FILE = "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +33,29 @@ class OptimConfig:
     adam_learning_rate: float | None = option(
         None, "peak learning rate of the AdamW branch of the Muon family"
     )
+    schedule: Literal["cosine", "wsd", "constant"] = option(
+        "cosine", "after the warm-up: cosine, constant and then linear (wsd), constant"
+    )
     warmup_steps: int = option(15, "steps of linear warm-up")
-    final_lr_fraction: float = option(0.1, "the cosine ends at this part of the peak")
+    decay_fraction: float = option(0.2, "part of all steps in which wsd decays")
+    final_lr_fraction: float = option(
+        0.1, "cosine and wsd end at this part of the peak"
+    )
     clip_norm: float = option(1.0, "clip the global gradient norm here (0: never)")
     weight_decay: float = option(0.0, "decoupled weight decay of the matrices")
+    adam_weight_decay: float = option(
+        0.0, "decoupled weight decay of embeddings and head (never of norms and biases)"
+    )
     b1: float | None = option(None, "momentum decay")
     b2: float | None = option(None, "second-moment decay")
     eps: float | None = option(None, "epsilon of the second moment")
     ns_steps: int | None = option(None, "Newton-Schulz steps K")
     ns_coeffs: str | None = option(None, "Newton-Schulz coefficients, by name")
     nesterov: bool | None = option(None, "Nesterov momentum")
+    shape_scale: str | None = option(
+        None, "factor by a matrix's shape: spectral, keller, match_rms or none"
+    )
+    mu_dtype: str | None = option(None, "dtype of the momentum, float32 or bfloat16")
 
     def __post_init__(self) -> None:
         check(bool(self.names()), "--optimizer names no optimizer")
@@ -47,9 +63,9 @@ class OptimConfig:
             check_range(self, name, 0, open_low=True)
         for name in ("warmup_steps", "clip_norm", "weight_decay", "eps"):
             check_range(self, name, 0)
-        for name in ("b1", "b2"):
+        check_range(self, "adam_weight_decay", 0)
+        for name in ("b1", "b2", "final_lr_fraction", "decay_fraction"):
             check_range(self, name, 0, 1)
-        check_range(self, "final_lr_fraction", 0, 1)
         check_range(self, "ns_steps", 1, 100)
 
     def names(self) -> tuple[str, ...]:
@@ -60,26 +76,86 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Length of the run, how often it reports, and where its files go."""
+    """Length of the run, its devices, how often it reports, where its files go."""
 
     steps: int = option(150, "training steps per optimizer")
-    batch_size: int = option(16, "sequences per step")
+    batch_size: int = option(16, "sequences per step, over all devices")
+    accumulate: int = option(1, "micro-batches that a step is cut into")
+    mesh: str = option(
+        "",
+        "devices, as in fsdp=8,tensor=2 (axes: data, fsdp, expert, tensor; -1: rest)",
+    )
+    distributed: bool = option(False, "one process of several: join the others first")
+    z_loss: float = option(0.0, "weight of the squared log-sum-exp of the logits")
+    loss_chunks: int = option(
+        0, "parts that the logits are computed in (0: as many as memory asks for)"
+    )
+    ema: float | None = option(
+        None, "decay of averaged parameters, which are then the ones evaluated"
+    )
+    max_bad_steps: int = option(
+        10, "stop when so many steps in a row had no finite loss, gradient and update"
+    )
     eval_every: int = option(50, "steps between validations")
     eval_tokens: int = option(
         32_768, "validation tokens, spread evenly over the held-out text (0: all)"
     )
     log_every: int = option(5, "steps between training records in the JSONL")
     seed: int = option(0, "seed of the initial parameters and of the data order")
+    compile_cache: str | None = option(
+        None, "folder that keeps compiled programs for the next start"
+    )
+    tensorboard: bool = option(False, "also write TensorBoard files (tensorboardX)")
+    wandb: bool = option(False, "also report to Weights & Biases (wandb)")
     out: str | None = option(
         None, "output folder (default: a new folder under runs/ named by the options)"
     )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_every", "log_every"):
+        for name in ("steps", "batch_size", "accumulate", "eval_every", "log_every"):
             check_range(self, name, 1)
-        check_range(self, "eval_tokens", 0)
+        check_range(self, "max_bad_steps", 1)
+        for name in ("eval_tokens", "z_loss", "loss_chunks"):
+            check_range(self, name, 0)
+        check_range(self, "ema", 0, 0.999_999)
         check_range(self, "seed", 0, 2**31 - 1)
+        check(
+            self.batch_size % self.accumulate == 0,
+            f"--accumulate {self.accumulate} does not divide "
+            f"--batch-size {self.batch_size}",
+        )
         check(self.out != "", "--out must not be empty")
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveConfig:
+    """Checkpoints; one is always written at the end and when a signal ends the run."""
+
+    save_every: int = option(0, "steps between checkpoints (0: by time alone)")
+    save_minutes: float = option(
+        10.0, "minutes between checkpoints (0: by steps alone)"
+    )
+    keep: int = option(2, "checkpoints to keep, the newest ones")
+    resume: Literal["no", "yes", "auto"] = option(
+        "no",
+        "go on with the run in --out (auto: start it if there is none); its options "
+        "need not be repeated",
+        bare="yes",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "save_minutes"):
+            check_range(self, name, 0)
+        check_range(self, "keep", 1)
+
+
+# What may differ between the start of a run and its continuation: nothing here changes
+# what is computed, except that more steps make the schedule longer.
+_FREE = frozenset(
+    "steps accumulate mesh distributed loss_chunks max_bad_steps eval_every log_every "
+    "eval_tokens compile_cache tensorboard wandb out data remat attention "
+    "save_every save_minutes keep resume".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +166,34 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
+    save: SaveConfig = dataclasses.field(default_factory=SaveConfig)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, ready for JSON."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Config":
+        """The inverse of `as_dict`; options that are new since then get defaults."""
+        sections = {}
+        for name, section in SECTIONS.items():
+            known = {field.name for field in dataclasses.fields(section)}
+            values = {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in content.get(name, {}).items()
+                if key in known
+            }
+            sections[name] = section(**values)
+        return cls(**sections)
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its field name, which no two sections share."""
+        return {k: v for part in self.as_dict().values() for k, v in part.items()}
+
     def fingerprint(self) -> str:
         """Eight hex digits that name these options; the output folder is left out."""
         content = self.as_dict()
-        del content["run"]["out"]
+        del content["run"]["out"], content["save"]["resume"]
         text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -109,12 +204,58 @@ SECTIONS: dict[str, type] = {
 }
 
 
-def parse(argv: Sequence[str] | None = None) -> Config:
-    """Read the command line; raises `UserError` with one line for a bad option."""
-    sections = flags.parse(
-        SECTIONS,
-        argv,
-        prog="python -m examples.pretrain",
-        description="Train a small LLaMA on real text and compare optimizers.",
+def stored_settings(folder: Path) -> dict[str, Any]:
+    """What `config.json` of a run says; `UserError` if it cannot be read."""
+    path = folder / SETTINGS_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no run there (no {SETTINGS_FILE})") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: unreadable ({error})") from None
+
+
+def check_unchanged(old: Config, new: Config) -> None:
+    """Name the options that a continued run must not change, if they differ."""
+    before, after = old.flat(), new.flat()
+    changed = [k for k in after if k not in _FREE and before[k] != after[k]]
+    if after["steps"] < before["steps"]:
+        changed.append("steps")
+    said = ", ".join(
+        f"--{k.replace('_', '-')} was {before[k]}, now {after[k]}" for k in changed
     )
-    return Config(**sections)
+    check(
+        not changed,
+        f"--resume {new.run.out}: options differ: {said}; leave them as they were, or "
+        "choose another --out",
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """Read the command line; raises `UserError` with one line for a bad option.
+
+    When a run is continued, options that are not given are those of its start.
+    """
+
+    def read(defaults: Mapping[str, Any] | None = None) -> Config:
+        sections = flags.parse(
+            SECTIONS,
+            argv,
+            prog="python -m examples.pretrain",
+            description="Train a language model on real text and compare optimizers.",
+            defaults=defaults,
+        )
+        return Config(**sections)
+
+    config = read()
+    if config.save.resume == "no":
+        return config
+    if config.run.out is None:
+        raise UserError("--resume needs --out, the folder of the run")
+    folder = Path(config.run.out)
+    if config.save.resume == "auto" and not (folder / SETTINGS_FILE).exists():
+        return config
+    old = Config.from_dict(stored_settings(folder)["config"])
+    config = read(old.flat() | {"resume": config.save.resume})
+    check_unchanged(old, config)
+    return config

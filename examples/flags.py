@@ -18,9 +18,15 @@ class UserError(ValueError):
     """Something the user can put right; shown as one line, exit code 2."""
 
 
-def option(default: Any, text: str) -> Any:
-    """A dataclass field that is also a command-line flag with a help text."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def option(default: Any, text: str, *, bare: Any = None) -> Any:
+    """A dataclass field that is also a command-line flag with a help text.
+
+    Args:
+      default: the value without the flag.
+      text: what `--help` says.
+      bare: the value of the flag written without one; None: it must have one.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "bare": bare})
 
 
 def check(condition: bool, message: str) -> None:
@@ -64,6 +70,8 @@ def _flag_kwargs(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         kwargs["action"] = argparse.BooleanOptionalAction
     elif typing.get_origin(hint) is Literal:
         kwargs["choices"] = typing.get_args(hint)
+        if field.metadata.get("bare") is not None:
+            kwargs |= {"nargs": "?", "const": field.metadata["bare"]}
     elif typing.get_origin(hint) is tuple:
         kwargs |= {"nargs": "+", "metavar": "PATH"}
     else:
@@ -77,8 +85,17 @@ def parse(
     *,
     prog: str,
     description: str,
+    defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One instance of each section; `UserError`, of one line, for a bad option."""
+    """One instance of each section; `UserError`, of one line, for a bad option.
+
+    Args:
+      sections: name to dataclass.
+      argv: the words of the command line; None: those of this process.
+      prog: name of the program, for its help.
+      description: what it does, for its help.
+      defaults: values by field that take the place of the declared defaults.
+    """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     for name, section in sections.items():
         group = parser.add_argument_group(name, (section.__doc__ or "").split("\n")[0])
@@ -86,6 +103,7 @@ def parse(
         for field in dataclasses.fields(section):
             flag = "--" + field.name.replace("_", "-")
             group.add_argument(flag, **_flag_kwargs(field, hints[field.name]))
+    parser.set_defaults(**(defaults or {}))
     values = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in vars(parser.parse_args(argv)).items()

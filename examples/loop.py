@@ -1,25 +1,25 @@
-"""Train one optimizer after the other on the same batches and compare them."""
+"""Train one optimizer: steps, validations and checkpoints in their order."""
 
 import dataclasses
 import math
-import platform
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import flax
 import jax
 import numpy as np
-import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 
-import muon2_optax as m2
-from examples import optim, plots, step
+from examples import checkpoint, hardware, optim, step
+from examples import state as states
 from examples.config import Config
 from examples.data import loader
-from examples.data.tokens import SubwordTokenizer
-from examples.models.llama import parameter_count
-from examples.report import Report, Result, claim_folder, perplexity
+from examples.data.prefetch import Prefetch
+from examples.models import flops_per_token
+from examples.report import Report, Result, perplexity
+from examples.signals import Interrupted, Signals
 
 # Steps that may be under way while their losses are still unread. Reading the loss of
 # the newest step instead would leave the device idle between steps.
@@ -32,24 +32,30 @@ class TrainingStopped(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all optimizers share: data, model and compiled functions."""
+    """What all optimizers share: data, devices, model and compiled functions."""
 
     config: Config
     data: loader.Dataset
+    mesh: Mesh
+    batch_sharding: NamedSharding
     graphdef: Any
     init: Callable[[jax.Array], Any]
+    params: Any  # shapes and shardings
+    chunks: int
     eval_step: Callable[[Any, Any, Any], jax.Array]
-    shapes: Any
+    val: list[tuple[jax.Array, jax.Array]]
 
 
 class _Clock:
-    """Seconds spent training, compilation and validation left out."""
+    """Seconds spent training, compilation, validation and saving left out."""
 
-    def __init__(self) -> None:
-        self._total, self._since = 0.0, time.perf_counter()
+    def __init__(self, before: float) -> None:
+        self._total, self._since = before, time.perf_counter()
 
-    def pause(self) -> None:
-        self._total += time.perf_counter() - self._since
+    def pause(self) -> float:
+        self._total = self.seconds()
+        self.resume()
+        return self._total
 
     def resume(self) -> None:
         self._since = time.perf_counter()
@@ -58,159 +64,231 @@ class _Clock:
         return self._total + time.perf_counter() - self._since
 
 
-def _check_finite(loss: float, what: str, number: int, name: str) -> None:
-    if not math.isfinite(loss):
-        raise TrainingStopped(
-            f"{name}: the {what} loss became {loss} at step {number}; try a lower "
-            "--learning-rate"
-        )
+def place(rows: np.ndarray, sharding: NamedSharding, count: int) -> jax.Array:
+    """A global array of `count` rows, of which this process has `rows`."""
+    shape = (count, *rows.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, rows, shape)
+
+
+def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> slice:
+    """The rows of a global batch that this process feeds."""
+    places = sharding.addressable_devices_indices_map(shape).values()
+    spans = [index[0].indices(shape[0]) for index in places if index is not None]
+    return slice(min(span[0] for span in spans), max(span[1] for span in spans))
 
 
 def evaluate(setup: Setup, params: Any) -> tuple[float, float]:
     """Mean loss per validation token (nats) and bits per byte of validation text."""
     val = setup.data.val
-    sums = [setup.eval_step(params, tokens, weight) for tokens, weight in val.batches]
+    sums = [setup.eval_step(params, tokens, weight) for tokens, weight in setup.val]
     total = math.fsum(float(value) for value in sums)
     return total / val.tokens, total / math.log(2) / max(1, val.bytes)
 
 
-def train(setup: Setup, plan: optim.Plan, report: Report) -> Result:
-    """Train a fresh model with one optimizer and evaluate it along the way."""
-    run, batches = setup.config.run, setup.data.train
-    begin = time.perf_counter()
-    report.begin(plan.name)
-    params = setup.init(jax.random.key(run.seed))
-    state = step.TrainState(params, jax.jit(plan.transform.init)(params))
-    train_step = step.make_train_step(setup.graphdef, plan.transform)
-    compiled = train_step.lower(state, batches.at(0)).compile()
-    # All at once: computing a rate between steps would wait for the steps under way.
-    rates = np.asarray(jax.vmap(plan.schedule)(np.arange(run.steps)))
-    compile_seconds = time.perf_counter() - begin
+class Training:
+    """One optimizer from its newest checkpoint, or from the start, to the last step."""
 
-    tokens_per_step = run.batch_size * setup.config.model.seq_len
-    unread: deque[tuple[int, step.Metrics]] = deque()
-    clock = _Clock()
+    def __init__(
+        self,
+        setup: Setup,
+        plan: optim.Plan,
+        report: Report,
+        store: checkpoint.Store,
+        signals: Signals,
+    ):
+        self._setup, self._plan, self._report = setup, plan, report
+        self._store, self._signals = store, signals
+        self._run, self._save_options = setup.config.run, setup.config.save
+        self._tokens = self._run.batch_size * setup.config.model.seq_len
+        model, vocabulary = setup.config.model, setup.data.tokenizer.vocab_size
+        self._flops = flops_per_token(model, vocabulary)
+        self._peak = hardware.peak_flops()
+        self._unread: deque[tuple[int, step.Metrics]] = deque()
+        self._val_loss = self._bits = math.nan
+        self._begin = self._saved_at = time.perf_counter()
 
-    def read(keep: int) -> None:
+    def _compile(self) -> tuple[states.TrainState, Callable[..., Any]]:
+        """The abstract state, and the step compiled for it."""
+        setup, transform = self._setup, self._plan.transform
+        ema = self._run.ema is not None
+        abstract = states.abstract_state(transform, setup.params, setup.mesh, ema=ema)
+        train_step = step.make_train_step(
+            setup.graphdef, transform, setup.config, abstract, setup.chunks
+        )
+        shape = self._run.batch_size, setup.config.model.seq_len + 1
+        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=setup.batch_sharding)
+        return abstract, train_step.lower(abstract, tokens).compile()
+
+    def _start(self, abstract: states.TrainState) -> states.TrainState:
+        """The state to go on from; records of steps after it are dropped."""
+        state, notes = self._store.restore(abstract)
+        if state is None:
+            key = jax.random.key(self._run.seed)
+            transform = self._plan.transform
+            state = states.initial_state(self._setup.init, transform, abstract, key)
+        name, first = self._plan.name, int(state.step)
+
+        def keep(record: dict[str, Any]) -> bool:
+            mine = record.get("optimizer") == name
+            later = record["kind"] == "result" or record.get("step", 0) > first
+            return not (mine and later)
+
+        records = self._report.rewind(keep)
+        mine = [r for r in records if r.get("optimizer") == name]
+        times = [r["seconds"] for r in mine if r["kind"] == "train"]
+        losses = [r for r in mine if r["kind"] == "eval" and r["step"] == first]
+        if losses:
+            self._val_loss, self._bits = losses[-1]["loss"], losses[-1]["bits_per_byte"]
+        self._clock = _Clock(max(times, default=0.0))
+        self._trained = self._clock.seconds()
+        self._mark = (first, self._trained)
+        self._skipped = int(state.skipped)
+        if self._save_options.resume != "no":
+            self._report.record("resumed", optimizer=name, step=first, notes=notes)
+            self._report.say(f"{name}: from step {first}", *notes)
+        return state
+
+    def _read(self, keep: int) -> None:
         """Report finished steps, but let the last `keep` run on."""
-        while len(unread) > keep:
-            number, metrics = unread.popleft()
-            loss = float(metrics.loss)
-            _check_finite(loss, "training", number, plan.name)
-            tokens = number * tokens_per_step
-            report.train_step(
-                plan.name,
-                number,
-                loss=loss,
-                grad_norm=float(metrics.grad_norm),
-                learning_rate=float(rates[number - 1]),
-                tokens=tokens,
-                tokens_per_second=tokens / clock.seconds(),
+        while len(self._unread) > keep:
+            number, metrics = self._unread.popleft()
+            values = {k: float(v) for k, v in metrics._asdict().items()}
+            in_a_row = int(values.pop("skipped_in_a_row"))
+            skipped = int(values.pop("skipped"))
+            (before, since), now = self._mark, self._clock.seconds()
+            speed = (number - before) * self._tokens / max(now - since, 1e-9)
+            if number == 1 or number % self._run.log_every == 0:
+                self._mark = (number, now)
+            numbers: dict[str, Any] = values | {
+                # Steps that were skipped did not move the optimizer's schedule.
+                "learning_rate": float(self._rates[max(0, number - 1 - self._skipped)]),
+                "tokens": number * self._tokens,
+                "seconds": now,
+                "tokens_per_second": speed,
+                "mfu": self._peak and speed * self._flops / self._peak,
+                "memory_gib": hardware.peak_memory(),
+                "skipped": skipped,
+            }
+            self._report.train_step(self._plan.name, number, numbers)
+            if skipped > self._skipped:
+                self._skipped = skipped
+                self._tell_skipped(number, values, in_a_row)
+
+    def _tell_skipped(self, number: int, values: dict[str, float], n: int) -> None:
+        name = self._plan.name
+        parts = ("loss", "grad_norm", "update_norm")
+        said = ", ".join(f"{part.replace('_', ' ')} {values[part]:g}" for part in parts)
+        self._report.say(f"{name}: step {number} skipped, it is not finite ({said})")
+        self._report.record(
+            "skipped", optimizer=name, step=number, in_a_row=n, reason=said
+        )
+        if n >= self._run.max_bad_steps:
+            raise TrainingStopped(
+                f"{name}: {n} steps in a row were not finite, the last at step "
+                f"{number} ({said}); try a lower --learning-rate"
             )
 
-    val_loss = bits_per_byte = math.nan
-    for number in range(1, run.steps + 1):
-        state, metrics = compiled(state, batches.at(number - 1))
-        unread.append((number, metrics))
-        read(keep=_STEPS_AHEAD)
-        if number % run.eval_every == 0 or number == run.steps:
-            read(keep=0)
-            clock.pause()
-            val_loss, bits_per_byte = evaluate(setup, state.params)
-            _check_finite(val_loss, "validation", number, plan.name)
-            tokens = number * tokens_per_step
-            report.evaluation(plan.name, number, tokens, val_loss, bits_per_byte)
-            clock.resume()
-    return Result(
-        optimizer=plan.name,
-        ns_steps=plan.ns_steps,
-        nesterov=plan.nesterov,
-        learning_rate=plan.learning_rate,
-        adam_learning_rate=plan.adam_learning_rate,
-        val_loss=val_loss,
-        perplexity=perplexity(val_loss),
-        bits_per_byte=bits_per_byte,
-        tokens_per_second=run.steps * tokens_per_step / clock.seconds(),
-        seconds=time.perf_counter() - begin,
-        compile_seconds=compile_seconds,
-    )
+    def _evaluate(self, number: int, state: states.TrainState) -> None:
+        self._read(keep=0)
+        self._clock.pause()
+        params = state.params if state.ema is None else state.ema
+        self._val_loss, self._bits = evaluate(self._setup, params)
+        numbers = {
+            "tokens": number * self._tokens,
+            "seconds": self._clock.seconds(),
+            "loss": self._val_loss,
+            "perplexity": perplexity(self._val_loss),
+            "bits_per_byte": self._bits,
+        }
+        self._report.evaluation(self._plan.name, number, numbers)
+        self._clock.resume()
+        if not math.isfinite(self._val_loss):
+            raise TrainingStopped(
+                f"{self._plan.name}: the validation loss became {self._val_loss} at "
+                f"step {number}; try a lower --learning-rate"
+            )
 
+    def _save(self, state: states.TrainState) -> None:
+        """Begin a checkpoint, after all records up to its step are on disk."""
+        self._read(keep=0)
+        self._trained = self._clock.pause()
+        self._report.sync()
+        self._store.save(state)
+        self._saved_at = time.perf_counter()
+        self._clock.resume()
 
-def prepare(config: Config, data: loader.Dataset) -> Setup:
-    """Build and compile what all optimizers share, so that none is charged for it."""
-    graphdef, init = step.make_model(config.model, data.tokenizer.vocab_size)
-    key = jax.random.key(config.run.seed)
-    shapes = jax.eval_shape(init, key)
-    eval_step = step.make_eval_step(graphdef).lower(shapes, *data.val.batches[0])
-    return Setup(
-        config, data, graphdef, init.lower(key).compile(), eval_step.compile(), shapes
-    )
+    def _asked(self, number: int) -> tuple[int, bool]:
+        """A signal that came, and whether it is time to save: for all processes."""
+        minutes = self._save_options.save_minutes
+        late = time.perf_counter() - self._saved_at > 60 * minutes
+        asked = self._signals.received, bool(minutes) and late
+        if jax.process_count() == 1:
+            return asked
+        if number % self._run.log_every:  # agreeing takes a moment
+            return 0, False
+        both = multihost_utils.process_allgather(np.asarray(asked, np.int32))
+        signal, late = both.max(axis=0)
+        return int(signal), bool(late)
 
+    def _steps(self, state: states.TrainState, compiled: Any) -> states.TrainState:
+        run, first = self._run, int(state.step)
+        every = self._save_options.save_every
+        sharding = self._setup.batch_sharding
+        rows = local_rows(sharding, (run.batch_size, 1))
+        train = self._setup.data.train
+        batches = (train.at(number, rows) for number in range(first, run.steps))
+        number = first
+        try:
+            with Prefetch(batches) as ready:
+                for number, batch in enumerate(ready, first + 1):
+                    tokens_BxM = place(batch, sharding, run.batch_size)
+                    state, metrics = compiled(state, tokens_BxM)
+                    self._unread.append((number, metrics))
+                    self._read(keep=_STEPS_AHEAD)
+                    if number % run.eval_every == 0 or number == run.steps:
+                        self._evaluate(number, state)
+                    signal, late = self._asked(number)
+                    regular = every and number % every == 0
+                    if signal or late or regular or number == run.steps:
+                        self._save(state)
+                    if signal and number < run.steps:
+                        self._store.wait()
+                        where = f"step {number} of {self._plan.name}"
+                        raise Interrupted(signal, where)
+        except TrainingStopped:
+            # Steps that were not finite left the last good state as it was.
+            self._store.save(state)
+            raise
+        self._store.wait()
+        return state
 
-def _environment() -> dict[str, Any]:
-    device = jax.devices()[0]
-    return {
-        "device": f"{device.device_kind} ({device.platform})",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "optax": optax.__version__,
-    }
-
-
-def _describe(setup: Setup, report: Report) -> None:
-    """Say what is about to be trained on what, on the screen and in the JSONL."""
-    config, data = setup.config, setup.data
-    text, run = data.corpus, config.run
-    vocab_size = data.tokenizer.vocab_size
-    parameters = parameter_count(config.model, vocab_size)
-    tokens = run.steps * run.batch_size * config.model.seq_len
-    epochs = tokens / (data.train.windows * config.model.seq_len)
-    environment = _environment()
-    report.say(
-        f"text: {text.source}; hash {text.digest()}",
-        f"  train {len(text.train):,} documents, {text.train_bytes:,} bytes, "
-        f"{len(data.train.stream):,} tokens ({data.tokenizer.name})",
-        f"  validation {len(text.val):,} documents, {text.val_bytes:,} bytes; "
-        f"{data.val.tokens:,} tokens of it are used",
-        *(f"  {note}" for note in text.notes),
-        f"model: llama, {parameters:,} parameters, {config.model.dtype}, "
-        f"vocabulary {vocab_size:,}",
-        f"run: {run.steps} steps of {run.batch_size} x {config.model.seq_len} = "
-        f"{tokens:,} tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}",
-        "machine: " + ", ".join(f"{key} {value}" for key, value in environment.items()),
-    )
-    report.record(
-        "run",
-        config=config.as_dict(),
-        environment=environment,
-        parameters=parameters,
-        text={
-            "source": text.source,
-            "hash": text.digest(),
-            "train_documents": len(text.train),
-            "train_bytes": text.train_bytes,
-            "val_documents": len(text.val),
-            "val_bytes": text.val_bytes,
-            "notes": text.notes,
-        },
-    )
-
-
-def run(config: Config) -> list[Result]:
-    """The whole program: read, train with every optimizer, print the table, plot."""
-    begin = time.perf_counter()
-    plans = optim.plans(config.optim, config.run.steps)
-    data = loader.load(config)
-    folder = claim_folder(config)
-    setup = prepare(config, data)
-    with Report(config, folder, [plan.name for plan in plans]) as report:
-        _describe(setup, report)
-        if isinstance(data.tokenizer, SubwordTokenizer):
-            data.tokenizer.save(folder / "tokenizer.json")
-        routing = m2.MatrixRules().describe(setup.shapes)
-        (folder / "parameters.txt").write_text(routing + "\n", encoding="utf-8")
-        results = [report.result(train(setup, plan, report)) for plan in plans]
-    figure = plots.plot_folder(folder, folder / "loss.png")
-    report.table(results, figure, time.perf_counter() - begin)
-    return results
+    def result(self) -> Result:
+        """Train; the result is that of the last step."""
+        self._report.begin(self._plan.name, (self._store.steps() or [0])[-1])
+        abstract, compiled = self._compile()
+        state = self._start(abstract)
+        # At once: computing a rate between steps would wait for the steps under way.
+        steps = np.arange(self._run.steps)
+        self._rates = np.asarray(jax.vmap(self._plan.schedule)(steps))
+        compile_seconds = time.perf_counter() - self._begin
+        self._clock.resume()
+        first = int(state.step)
+        state = self._steps(state, compiled)
+        if math.isnan(self._val_loss):  # killed between its last step and its result
+            self._evaluate(first, state)
+        return Result(
+            optimizer=self._plan.name,
+            ns_steps=self._plan.ns_steps,
+            nesterov=self._plan.nesterov,
+            learning_rate=self._plan.learning_rate,
+            adam_learning_rate=self._plan.adam_learning_rate,
+            steps=self._run.steps,
+            skipped=int(state.skipped),
+            val_loss=self._val_loss,
+            perplexity=perplexity(self._val_loss),
+            bits_per_byte=self._bits,
+            tokens_per_second=self._run.steps * self._tokens / max(self._trained, 1e-9),
+            seconds=time.perf_counter() - self._begin,
+            compile_seconds=compile_seconds,
+            digest=f"{int(checkpoint.digest(state)):08x}",
+        )

@@ -2,8 +2,10 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,13 +27,20 @@ ADAM_LEARNING_RATE = LEARNING_RATES["adamw"]
 ADAM_B1, ADAM_B2, ADAM_EPS = 0.9, 0.95, 1e-8
 
 # Options handed on to every optimizer that has a parameter of that name.
-_OVERRIDES = ("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov")
+_OVERRIDES = (
+    *("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov"),
+    *("shape_scale", "mu_dtype"),
+)
+_UNDECAYED = re.compile(r"norm|scale|bias")
 
 
-def _matrix_mask(params: optax.Params) -> Any:
-    """True at the leaves that the Muon family would train as matrices."""
-    labels = m2.MatrixRules().labels(params)
-    return jax.tree.map(lambda label: label == "matrix", labels)
+def decayed(params: optax.Params) -> Any:
+    """True at the leaves that weight decay may act on: all but norms and biases."""
+
+    def by_name(path: Any, _: Any) -> bool:
+        return not _UNDECAYED.search(jax.tree_util.keystr(path))
+
+    return jax.tree_util.tree_map_with_path(by_name, params)
 
 
 def adamw(
@@ -40,10 +49,27 @@ def adamw(
     b2: float = ADAM_B2,
     eps: float = ADAM_EPS,
     weight_decay: float = 0.0,
+    *,
+    adam_weight_decay: float = 0.0,
+    mu_dtype: Any = None,
+    rules: m2.MatrixRules | None = None,
 ) -> optax.GradientTransformation:
-    """The AdamW baseline; weight decay acts on the same matrices as in Muon."""
-    return optax.adamw(
-        learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=_matrix_mask
+    """The AdamW baseline; `weight_decay` acts on the same matrices as in Muon."""
+    labels = (rules or m2.MatrixRules()).labels
+
+    def matrices(params: optax.Params) -> Any:
+        return jax.tree.map(lambda label: label == "matrix", labels(params))
+
+    def others(params: optax.Params) -> Any:
+        both = zip(jax.tree.leaves(decayed(params)), jax.tree.leaves(matrices(params)))
+        chosen = [may and not matrix for may, matrix in both]
+        return jax.tree.unflatten(jax.tree.structure(params), chosen)
+
+    return optax.chain(
+        optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
+        optax.add_decayed_weights(weight_decay, matrices),
+        optax.add_decayed_weights(adam_weight_decay, others),
+        optax.scale_by_learning_rate(learning_rate),
     )
 
 
@@ -52,19 +78,22 @@ def factories() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
     return {"adamw": adamw, **m2.REGISTRY}
 
 
-def schedule(
-    peak: float, steps: int, warmup_steps: int, final_fraction: float
-) -> optax.Schedule:
-    """Linear warm-up to `peak` at step `warmup_steps`, then a cosine to the last step.
+def schedule(peak: float, steps: int, config: OptimConfig) -> optax.Schedule:
+    """Linear warm-up to `peak` at step `warmup_steps`, then as `--schedule` says.
 
     The first step already has a rate above zero: a step of size zero teaches nothing.
     """
-    warmup_steps = min(warmup_steps, steps - 1)
-    rise = optax.linear_schedule(peak / (warmup_steps + 1), peak, warmup_steps)
-    fall = optax.cosine_decay_schedule(
-        peak, max(1, steps - 1 - warmup_steps), alpha=final_fraction
-    )
-    return optax.join_schedules([rise, fall], [warmup_steps])
+    warmup, end = min(config.warmup_steps, steps - 1), config.final_lr_fraction
+    rest = max(1, steps - 1 - warmup)
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    if config.schedule == "cosine":
+        fall = optax.cosine_decay_schedule(peak, rest, alpha=end)
+    elif config.schedule == "wsd":
+        decay = min(rest, max(1, round(config.decay_fraction * steps)))
+        fall = optax.linear_schedule(peak, end * peak, decay, rest - decay)
+    else:
+        fall = optax.constant_schedule(peak)
+    return optax.join_schedules([rise, fall], [warmup])
 
 
 @dataclass(frozen=True)
@@ -103,29 +132,31 @@ def _check_overrides(config: OptimConfig, names: list[str]) -> None:
             raise UserError(f"{flag} does not apply to {', '.join(names)}")
 
 
-def _plan(name: str, config: OptimConfig, steps: int) -> Plan:
+def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> Plan:
     factory = factories()[name]
     parameters = inspect.signature(factory).parameters
     peak = config.learning_rate or LEARNING_RATES.get(name, FALLBACK_LEARNING_RATE)
-
-    def shaped(rate: float) -> optax.Schedule:
-        return schedule(rate, steps, config.warmup_steps, config.final_lr_fraction)
-
-    keywords: dict[str, Any] = {
-        key: getattr(config, key)
-        for key in _OVERRIDES
-        if key in parameters and getattr(config, key) is not None
+    shaped = partial(schedule, steps=steps, config=config)
+    chosen = {key: getattr(config, key) for key in _OVERRIDES}
+    chosen |= given | {
+        "weight_decay": config.weight_decay,
+        "adam_weight_decay": config.adam_weight_decay,
+        "weight_decay_mask": decayed,
     }
-    keywords["weight_decay"] = config.weight_decay
     adam_peak = None
     if "adam_learning_rate" in parameters:
         adam_peak = config.adam_learning_rate or ADAM_LEARNING_RATE
-        keywords |= {
+        chosen |= {
             "adam_learning_rate": shaped(adam_peak),
             "adam_b1": ADAM_B1,
             "adam_b2": ADAM_B2,
             "adam_eps": ADAM_EPS,
         }
+    keywords: dict[str, Any] = {
+        key: value
+        for key, value in chosen.items()
+        if key in parameters and value is not None
+    }
     try:
         optimizer = factory(shaped(peak), **keywords)
     except (TypeError, ValueError) as error:
@@ -136,20 +167,33 @@ def _plan(name: str, config: OptimConfig, steps: int) -> Plan:
         return keywords.get(key, parameters[key].default) if key in parameters else None
 
     clip = optax.clip_by_global_norm(config.clip_norm or math.inf)
-    transform = optax.chain(clip, optimizer)
     return Plan(
         name=name,
         learning_rate=peak,
         adam_learning_rate=adam_peak,
         ns_steps=used("ns_steps"),
         nesterov=used("nesterov"),
-        transform=transform,
+        transform=optax.chain(clip, optimizer),
         schedule=shaped(peak),
     )
 
 
-def plans(config: OptimConfig, steps: int) -> list[Plan]:
-    """The optimizers to compare, in the order of the option."""
+def plans(
+    config: OptimConfig,
+    steps: int,
+    *,
+    rules: m2.MatrixRules | None = None,
+    shardings: m2.Shardings | None = None,
+) -> list[Plan]:
+    """The optimizers to compare, in the order of the option.
+
+    Args:
+      config: their options.
+      steps: length of the run, for the schedules.
+      rules: which parameters are matrices.
+      shardings: where parameters live, for the optimizers that divide their work.
+    """
     names = _select(config)
     _check_overrides(config, names)
-    return [_plan(name, config, steps) for name in names]
+    given = {"rules": rules, "shardings": shardings}
+    return [_plan(name, config, steps, given) for name in names]

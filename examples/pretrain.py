@@ -1,7 +1,10 @@
-"""Train a small LLaMA on real text and compare optimizers.
+"""Train a language model on real text and compare optimizers.
 
 Run `python -m examples.pretrain` without arguments for a comparison that ends within
 three minutes on two CPU cores, or with `--help` for all options.
+
+Exit codes: 0 finished, 1 training or saving failed, 2 the options are at fault, and
+128 + n after signal n (143: SIGTERM, 130: Ctrl-C), with a checkpoint to --resume from.
 """
 
 import sys
@@ -18,19 +21,22 @@ def _fail(error: BaseException, code: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trainer; returns the exit code (2: the user can fix it, 1: it failed)."""
+    """Run the trainer; returns the exit code."""
     try:
         config = parse(argv)
-        # Imported late: a bad option is reported without waiting for JAX.
-        from examples import loop
     except UserError as error:
         return _fail(error, 2)
+    # Imported late: a bad option is reported without waiting for JAX.
+    from examples import checkpoint, loop, runs, signals
+
     try:
-        loop.run(config)
+        runs.run(config)
     except UserError as error:
         return _fail(error, 2)
-    except loop.TrainingStopped as error:
+    except (loop.TrainingStopped, checkpoint.CheckpointFailed) as error:
         return _fail(error, 1)
+    except signals.Interrupted as error:
+        return _fail(error, error.code)
     except KeyboardInterrupt:
         return _fail(RuntimeError("interrupted"), 130)
     return 0

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import math
+import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.progress import (
@@ -22,8 +25,8 @@ from rich.table import Table
 
 from examples.config import Config
 from examples.flags import UserError
-
-METRICS_FILE = "metrics.jsonl"
+from examples.folder import METRICS_FILE, rewind
+from examples.sinks import open_sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,47 +38,39 @@ class Result:
     nesterov: bool | None
     learning_rate: float
     adam_learning_rate: float | None
+    steps: int
+    skipped: int
     val_loss: float
     perplexity: float
     bits_per_byte: float
     tokens_per_second: float
     seconds: float
     compile_seconds: float
-
-
-def claim_folder(config: Config) -> Path:
-    """Create the output folder; an earlier run's files are never overwritten."""
-    if config.run.out is not None:
-        folder = Path(config.run.out)
-        if (folder / METRICS_FILE).exists():
-            raise UserError(f"--out {folder}: already holds a run; choose another")
-        _make(folder, exist_ok=True)
-        return folder
-    name = f"pretrain-{config.fingerprint()}"
-    number = 1
-    while True:
-        folder = Path("runs", name if number == 1 else f"{name}-{number}")
-        try:
-            _make(folder, exist_ok=False)
-            return folder
-        except FileExistsError:
-            number += 1
-
-
-def _make(folder: Path, *, exist_ok: bool) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
-    except FileExistsError:
-        if exist_ok:  # then it is a file that is in the way
-            raise UserError(f"--out {folder}: there is a file of that name") from None
-        raise
-    except OSError as error:
-        raise UserError(f"--out {folder}: {error.strerror}") from None
+    digest: str
 
 
 def perplexity(loss: float) -> float:
     """exp(loss); a loss that has all but diverged must not overflow."""
     return math.exp(min(loss, 700.0))
+
+
+def _numbers(numbers: Mapping[str, float | None]) -> str:
+    """What a step looks like on the screen; unknown numbers are left out."""
+    loss = numbers["loss"]
+    if loss is None:
+        return "loss not finite"
+    text = f"loss {loss:.3f}  ppl {perplexity(loss):,.1f}"
+    shown = (
+        ("tokens_per_second", "  {:,.0f} tok/s"),
+        ("mfu", "  MFU {:.1%}"),
+        ("memory_gib", "  {:.1f} GiB"),
+        ("skipped", "  skipped {:.0f}"),
+    )
+    for key, form in shown:
+        value = numbers.get(key)
+        if value:
+            text += form.format(value)
+    return text
 
 
 def _short_time(seconds: float) -> str:
@@ -87,7 +82,7 @@ class Report:
     """Writes `metrics.jsonl`, the source of truth, and shows progress on stdout.
 
     On a terminal there is a progress bar; elsewhere there are plain lines, one for
-    every validation.
+    every validation. Only the first of several processes writes and shows anything.
     """
 
     def __init__(self, config: Config, folder: Path, optimizers: list[str]):
@@ -96,12 +91,17 @@ class Report:
         self._log_every = config.run.log_every
         self._total = len(optimizers) * self._steps
         self._order = {name: index for index, name in enumerate(optimizers)}
-        self._console = Console(highlight=False)
-        self._live = self._console.is_terminal
+        self._active = jax.process_index() == 0
+        self._console = Console(highlight=False, quiet=not self._active)
+        self._live = self._console.is_terminal and self._active
         self._begin = time.perf_counter()
-        self._latest = (math.nan, math.nan)
+        self._begun_at: int | None = None
+        self._latest: dict[str, float | None] = {"loss": math.nan}
+        self._sinks = open_sinks(config, folder) if self._active else []
+        self._path = folder / METRICS_FILE if self._active else Path(os.devnull)
         # Exclusive creation: two runs never write into one file.
-        self._file = (folder / METRICS_FILE).open("x", encoding="utf-8")
+        mode = "x" if self._active and config.save.resume == "no" else "a"
+        self._file = self._path.open(mode, encoding="utf-8")
         self._bar = Progress(
             TextColumn("{task.description:>8}"),
             BarColumn(bar_width=24),
@@ -123,8 +123,11 @@ class Report:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self.record("stopped", reason=str(error) or kind.__name__)
+        try:
+            if kind is not None:
+                self.record("stopped", reason=str(error) or kind.__name__)
+        except UserError:
+            pass  # the disk is full: what stopped the run matters more
         self._bar.stop()
         self._file.close()
 
@@ -134,52 +137,76 @@ class Report:
             self._console.print(line, markup=False, soft_wrap=True)
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Append one record to the JSONL file; it is on disk when this returns."""
-        self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
-        self._file.flush()
+        """Append one record to the JSONL file; a kill cannot take it back."""
+        known = {
+            key: None
+            if isinstance(value, float) and not math.isfinite(value)
+            else value
+            for key, value in fields.items()
+        }
+        try:
+            self._file.write(json.dumps({"kind": kind, **known}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self._path}: {error.strerror}") from None
 
-    def begin(self, name: str) -> None:
+    def rewind(self, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Drop the records that `keep` refuses; returns those that stay."""
+        if not self._active:
+            return []
+        self._file.close()
+        records = rewind(self.folder, keep)
+        self._file = self._path.open("a", encoding="utf-8")
+        return records
+
+    def sync(self) -> None:
+        """Return when the records so far would survive a power failure."""
+        if self._active:
+            os.fsync(self._file.fileno())
+
+    def begin(self, name: str, step: int) -> None:
         """Announce the next optimizer: it compiles before its first step."""
+        if self._begun_at is None:  # a continued run has done its first steps before
+            self._begun_at = self._done(name, step)
         if self._live:
-            self._show(name, 0, "compiling")
+            self._show(name, step, "compiling")
 
-    def train_step(self, name: str, step: int, **metrics: float) -> None:
+    def train_step(self, name: str, step: int, numbers: dict[str, Any]) -> None:
         """Take the numbers of a finished step; every `log_every`-th is recorded."""
         if step == 1 or step % self._log_every == 0:
-            self.record("train", optimizer=name, step=step, **metrics)
-        self._latest = (metrics["loss"], metrics["tokens_per_second"])
+            self.record("train", optimizer=name, step=step, **numbers)
+            floats = {k: v for k, v in numbers.items() if v is not None}
+            for sink in self._sinks:
+                sink(name, "train", step, floats)
+        self._latest = numbers
         if self._live:
-            loss, speed = self._latest
-            self._show(name, step, f"loss {loss:.3f}  {speed:,.0f} tok/s")
+            self._show(name, step, _numbers(numbers))
+
+    def _done(self, name: str, step: int) -> int:
+        return self._order[name] * self._steps + step
 
     def _show(self, name: str, step: int, numbers: str) -> None:
-        done = self._order[name] * self._steps + step
+        done = self._done(name, step)
         if self._task is None:
             self._task = self._bar.add_task(name, total=self._total, numbers=numbers)
             self._bar.start()
         self._bar.update(self._task, description=name, completed=done, numbers=numbers)
 
-    def evaluation(
-        self, name: str, step: int, tokens: int, loss: float, bits_per_byte: float
-    ) -> None:
+    def evaluation(self, name: str, step: int, numbers: dict[str, float]) -> None:
         """Record a validation, and show it as a line."""
-        self.record(
-            "eval",
-            optimizer=name,
-            step=step,
-            tokens=tokens,
-            loss=loss,
-            perplexity=perplexity(loss),
-            bits_per_byte=bits_per_byte,
-        )
-        train_loss, speed = self._latest
-        line = f"{name:>8} step {step}/{self._steps}  loss {train_loss:.3f}  "
-        line += f"val loss {loss:.4f}  bits/byte {bits_per_byte:.3f}"
+        self.record("eval", optimizer=name, step=step, **numbers)
+        for sink in self._sinks:
+            sink(name, "eval", step, numbers)
+        line = f"{name:>8} step {step}/{self._steps}  "
         if not self._live:  # the bar shows these already
-            done = self._order[name] * self._steps + step
+            line += f"{_numbers(self._latest)}  "
+        line += f"val loss {numbers['loss']:.4f}  "
+        line += f"bits/byte {numbers['bits_per_byte']:.3f}"
+        if not self._live:
+            done = self._done(name, step)
             elapsed = time.perf_counter() - self._begin
-            eta = elapsed * (self._total - done) / done
-            line += f"  {speed:,.0f} tok/s  eta {_short_time(eta)}"
+            eta = elapsed * (self._total - done) / max(1, done - (self._begun_at or 0))
+            line += f"  eta {_short_time(eta)}"
         self.say(line)
 
     def result(self, result: Result) -> Result:

@@ -1,84 +1,170 @@
-"""Pure functions that are compiled: parameters, training step, evaluation step."""
+"""What is compiled: the loss, the training step, the evaluation step."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
-from examples.models.config import ModelConfig
-from examples.models.llama import Llama
+from examples.config import Config
+from examples.mesh import batch_sharding
+from examples.state import TrainState
 
-
-class TrainState(NamedTuple):
-    """What a training step reads and replaces."""
-
-    params: Any
-    opt_state: optax.OptState
+# Float32 logits that one device may hold at a time; beyond, the loss goes in chunks.
+_MAX_LOGITS = 2**28
 
 
 class Metrics(NamedTuple):
     """Scalars of one step; they stay on the device until someone asks."""
 
-    loss: jax.Array
-    grad_norm: jax.Array
+    loss: jax.Array  # cross entropy, nats per token
+    balance_loss: jax.Array  # of the experts, with its weight; 0 without experts
+    grad_norm: jax.Array  # before clipping
+    update_norm: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
 
 
-def make_model(config: ModelConfig, vocab_size: int) -> tuple[Any, jax.stages.Wrapped]:
-    """The model's structure, and a jitted function from a key to its parameters.
+def loss_chunks(config: Config, vocab_size: int, mesh: Mesh, parts: int) -> int:
+    """Parts of the sequence that logits are computed in: few, but each fits.
 
-    The parameters are plain nested dictionaries: what Optax, jit and checkpoints take
-    without further ado.
+    The rows of a step, in `parts` micro-batches, are divided over the mesh.
     """
-
-    def build(key: jax.Array) -> Llama:
-        return Llama(config, vocab_size, rngs=nnx.Rngs(key))
-
-    abstract = nnx.eval_shape(build, jax.random.key(0))
-    graphdef, _ = nnx.split(abstract, nnx.Param)
-
-    @jax.jit
-    def init(key: jax.Array) -> Any:
-        return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
-
-    return graphdef, init
-
-
-def token_losses(graphdef: Any, params: Any, tokens_BxM: jax.Array) -> jax.Array:
-    """Negative log-likelihood (B, L) of each next token; M is L + 1."""
-    model = nnx.merge(graphdef, params)
-    logits_BxLxV = model(tokens_BxM[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits_BxLxV, tokens_BxM[:, 1:]
+    length, run = config.model.seq_len, config.run
+    if run.loss_chunks:
+        return run.loss_chunks
+    shape = (run.batch_size, length)
+    rows = batch_sharding(mesh).shard_shape(shape)[0] / parts
+    fitting = (
+        n
+        for n in range(1, length + 1)
+        if length % n == 0 and rows * length * vocab_size <= n * _MAX_LOGITS
     )
+    return next(fitting, length)
+
+
+def token_losses(
+    graphdef: Any, params: Any, tokens_BxM: jax.Array, chunks: int = 1
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Negative log-likelihood (B, L) and log-sum-exp (B, L) of each next token.
+
+    M is L + 1. The third result is the load-balancing loss of the features.
+    With `chunks` above 1 the logits of one chunk of positions at a time exist, and are
+    computed once more in the backward pass: with a large vocabulary they would take
+    more memory than anything else.
+    """
+    model = nnx.merge(graphdef, params)
+    x_BxLxD, balance_loss = model.features(tokens_BxM[:, :-1])
+    targets_BxL = tokens_BxM[:, 1:]
+
+    def losses(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> Any:
+        logits_BxCxV = model.logits(x_BxCxD)
+        lse_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+        at_target = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)
+        return lse_BxC - at_target[..., 0], lse_BxC
+
+    if chunks == 1:
+        return *losses(x_BxLxD, targets_BxL), balance_loss
+
+    def cut(y_BxL: jax.Array) -> jax.Array:
+        batch, length, *rest = y_BxL.shape
+        return y_BxL.reshape(batch, chunks, length // chunks, *rest).swapaxes(0, 1)
+
+    parts = cut(x_BxLxD), cut(targets_BxL)
+    found = jax.lax.map(lambda part: jax.checkpoint(losses)(*part), parts)
+    nll_BxL, lse_BxL = (y.swapaxes(0, 1).reshape(targets_BxL.shape) for y in found)
+    return nll_BxL, lse_BxL, balance_loss
+
+
+def _averaged_gradients(
+    loss_fn: Callable[..., Any], params: Any, tokens_BxM: jax.Array, parts: int
+) -> tuple[Any, Any]:
+    """Losses and gradients, each the mean over micro-batches."""
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if parts == 1:
+        grads, losses = grad_fn(params, tokens_BxM)
+        return losses, grads
+    # Micro-batches take every parts-th row, so that rows stay on their devices.
+    micro_NxBxM = tokens_BxM.reshape(-1, parts, tokens_BxM.shape[1]).swapaxes(0, 1)
+
+    def add(total: Any, micro_BxM: jax.Array) -> tuple[Any, None]:
+        part = grad_fn(params, micro_BxM)
+        return jax.tree.map(lambda t, x: t + x / parts, total, part), None
+
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(grad_fn, params, micro_NxBxM[0]),
+    )
+    (grads, losses), _ = jax.lax.scan(add, zeros, micro_NxBxM)
+    return losses, grads
 
 
 def make_train_step(
-    graphdef: Any, transform: optax.GradientTransformation
+    graphdef: Any,
+    transform: optax.GradientTransformation,
+    config: Config,
+    abstract: TrainState,
+    chunks: int = 1,
 ) -> jax.stages.Wrapped:
-    """(state, tokens) to (state, metrics); the old state's memory is reused."""
+    """(state, tokens) to (state, metrics); the old state's memory is reused.
 
-    def loss_fn(params: Any, tokens_BxM: jax.Array) -> jax.Array:
-        return token_losses(graphdef, params, tokens_BxM).mean()
+    A step whose losses, gradients or updates are not finite changes nothing but the
+    counters.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
 
-    @partial(jax.jit, donate_argnums=0)
+    def loss_fn(params: Any, tokens_BxM: jax.Array) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graphdef, params)
+        x_BxLxD, balance = model.features(tokens_BxM[:, :-1])
+        total, loss = model.loss(
+            x_BxLxD, tokens_BxM[:, 1:], z_weight=config.run.z_loss, chunks=chunks
+        )
+        return total + balance, (loss, balance)
+
+    def averaged(ema: Any, params: Any, step: jax.Array) -> Any:
+        # The decay grows to its value: early parameters are not worth remembering.
+        decay = jnp.minimum(config.run.ema or 0.0, (1 + step) / (10 + step))
+        return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, params)
+
     def train_step(state: TrainState, tokens_BxM: Any) -> tuple[TrainState, Metrics]:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens_BxM)
+        (loss, balance), grads = _averaged_gradients(
+            loss_fn, state.params, tokens_BxM, config.run.accumulate
+        )
+        grads = jax.lax.with_sharding_constraint(grads, shardings.params)
         updates, opt_state = transform.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = Metrics(loss, optax.tree.norm(grads))
-        return TrainState(params, opt_state), metrics
+        norms = optax.tree.norm(grads), optax.tree.norm(updates)
+        good = jnp.isfinite(loss + balance + norms[0] + norms[1])
 
-    return train_step
+        def choose(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+
+        ema = state.ema
+        if ema is not None:
+            ema = choose(averaged(ema, params, state.step), ema)
+        state = TrainState(
+            params=choose(params, state.params),
+            opt_state=choose(opt_state, state.opt_state),
+            step=state.step + 1,
+            skipped=state.skipped + ~good,
+            skipped_in_a_row=jnp.where(good, 0, state.skipped_in_a_row + 1),
+            ema=ema,
+        )
+        counts = state.skipped, state.skipped_in_a_row
+        return state, Metrics(loss, balance, *norms, *counts)
+
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def make_eval_step(graphdef: Any) -> jax.stages.Wrapped:
+def make_eval_step(graphdef: Any, chunks: int = 1) -> jax.stages.Wrapped:
     """(params, tokens, weights of rows) to the summed negative log-likelihood."""
 
     @jax.jit
     def eval_step(params: Any, tokens_BxM: Any, weight_B: Any) -> jax.Array:
-        loss_BxL = token_losses(graphdef, params, tokens_BxM)
+        loss_BxL, *_ = token_losses(graphdef, params, tokens_BxM, chunks)
         return (loss_BxL.sum(axis=1) * weight_B).sum()
 
     return eval_step

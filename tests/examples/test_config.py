@@ -1,6 +1,7 @@
 """The command line: every bad option is one line and exit code 2."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import config
+from examples.flags import UserError
 from examples.pretrain import main
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,12 @@ def fails_with_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> 
         (["--data", "no/such/place"], "no such file"),
         (["--data"], "--data"),
         (["--out", ""], "--out"),
+        (["--resume"], "--resume needs --out"),
+        (["--resume", "maybe"], "maybe"),
+        (["--resume", "--out", "no/such/run"], "no run there"),
+        (["--schedule", "square"], "square"),
+        (["--keep", "0"], "--keep"),
+        (["--ema", "1"], "--ema"),
         (["stray"], "stray"),
     ],
 )
@@ -111,3 +119,42 @@ def test_fingerprint_ignores_the_folder_only() -> None:
     base = config.parse([]).fingerprint()
     assert config.parse(["--out", "x"]).fingerprint() == base
     assert config.parse(["--seed", "1"]).fingerprint() != base
+
+
+def continued(folder: Path, *more: str) -> config.Config:
+    return config.parse(["--out", str(folder), "--resume", *more])
+
+
+def test_a_continued_run_has_the_options_of_its_start(tmp_path: Path) -> None:
+    argv = ["--out", str(tmp_path), "--steps", "9", "--data", "a", "b", "--b1", "0.9"]
+    begun = config.parse([*argv, "--resume", "auto"])
+    content = json.dumps({"config": begun.as_dict()})
+    (tmp_path / "config.json").write_text(content)
+    again = continued(tmp_path)
+    assert (again.run.steps, again.data.data, again.optim.b1) == (9, ("a", "b"), 0.9)
+    assert config.Config.from_dict(json.loads(json.dumps(begun.as_dict()))) == begun
+    # What changes nothing that is computed may differ, and more steps.
+    free = continued(tmp_path, "--steps", "12", "--log-every", "2", "--mesh", "fsdp=2")
+    assert (free.run.steps, free.run.log_every) == (12, 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--seed", "1"], "--seed was 0, now 1"),
+        (["--steps", "8"], "--steps was 9, now 8"),
+        (["--optimizer", "muon"], "--optimizer was"),
+        (["--dim", "64"], "--dim was 128, now 64"),
+    ],
+)
+def test_a_continued_run_names_what_must_not_change(
+    more: list[str], said: str, tmp_path: Path
+) -> None:
+    begun = config.parse(["--steps", "9"])
+    content = json.dumps({"config": begun.as_dict()})
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=said):
+        continued(tmp_path, *more)
+    (tmp_path / "config.json").write_text(content[:-9])
+    with pytest.raises(UserError, match="unreadable"):
+        continued(tmp_path)

@@ -1,5 +1,7 @@
 """Names to transforms, schedules, and the routing of the trainer's own model."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -8,12 +10,14 @@ import muon2_optax as m2
 from examples import optim
 from examples.config import OptimConfig
 from examples.flags import UserError
+from examples.models import matrix_rules
 from examples.models.config import ModelConfig
-from examples.step import make_model
+from examples.state import make_model
 
 
 def test_schedule_values() -> None:
-    rate = optim.schedule(0.1, steps=101, warmup_steps=10, final_fraction=0.2)
+    config = OptimConfig(warmup_steps=10, final_lr_fraction=0.2)
+    rate = optim.schedule(0.1, 101, config)
     values = np.asarray([rate(step) for step in range(101)])
     np.testing.assert_allclose(values[0], 0.1 / 11, rtol=1e-5)
     np.testing.assert_allclose(np.diff(values[:11]), 0.1 / 11 * np.ones(10), rtol=1e-3)
@@ -23,9 +27,25 @@ def test_schedule_values() -> None:
     assert (np.diff(values[10:]) < 0).all()
 
 
+def test_constant_and_wsd_values() -> None:
+    constant = optim.schedule(0.1, 100, OptimConfig(schedule="constant"))
+    wsd = optim.schedule(
+        0.1, 100, OptimConfig(schedule="wsd", decay_fraction=0.2, final_lr_fraction=0.0)
+    )
+    for rate in (constant, wsd):
+        values = np.asarray([rate(step) for step in range(100)])
+        assert (np.diff(values[:16]) > 0).all()
+        np.testing.assert_allclose(values[15:80], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(constant(99), 0.1, rtol=1e-6)
+    falling = [wsd(step) for step in range(79, 100)]
+    np.testing.assert_allclose(falling, np.linspace(0.1, 0, 21), atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 5), (5, 50), (2, 1)])
-def test_short_schedules_stay_in_range(steps: int, warmup: int) -> None:
-    rate = optim.schedule(0.1, steps, warmup, 0.1)
+def test_short_schedules_stay_in_range(steps: int, warmup: int, kind: Any) -> None:
+    config = OptimConfig(warmup_steps=warmup, schedule=kind)
+    rate = optim.schedule(0.1, steps, config)
     values = np.asarray([rate(step) for step in range(steps)])
     assert (values > 0).all() and (values <= 0.1 + 1e-6).all()
 
@@ -52,7 +72,7 @@ def test_the_models_matrices_go_to_muon_and_nothing_else() -> None:
     config = ModelConfig(dim=32, layers=2, heads=2, hidden=48)
     _, init = make_model(config, 50)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    labels = m2.MatrixRules().labels(shapes)
+    labels = matrix_rules(config).labels(shapes)
     for path, label in jax.tree.leaves_with_path(labels):
         name = jax.tree_util.keystr(path)
         inside = "blocks" in name and "norm" not in name
@@ -60,17 +80,24 @@ def test_the_models_matrices_go_to_muon_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon2"])
-def test_weight_decay_acts_on_matrices_alone(name: str) -> None:
+def test_weight_decay_of_each_group(name: str) -> None:
     params = {
         "embed": {"embedding": np.ones((6, 4), np.float32)},
         "mlp": {"kernel": np.ones((4, 8), np.float32)},
         "norm": {"scale": np.ones(4, np.float32)},
     }
-    (plan,) = optim.plans(OptimConfig(optimizer=name, weight_decay=0.1), steps=10)
+    options = OptimConfig(
+        optimizer=name,
+        weight_decay=0.1,
+        adam_weight_decay=0.3,
+        learning_rate=0.02,
+        adam_learning_rate=None if name == "adamw" else 0.02,
+    )
+    (plan,) = optim.plans(options, steps=10)
     zero = jax.tree.map(np.zeros_like, params)
     state = plan.transform.init(params)
     updates, _ = jax.jit(plan.transform.update)(zero, state, params)
-    decay = -0.1 * np.asarray(plan.schedule(0)) * params["mlp"]["kernel"]
-    np.testing.assert_allclose(updates["mlp"]["kernel"], decay, rtol=1e-5)
-    assert not updates["embed"]["embedding"].any()
+    rate = np.asarray(plan.schedule(0))
+    np.testing.assert_allclose(updates["mlp"]["kernel"], -0.1 * rate, rtol=1e-5)
+    np.testing.assert_allclose(updates["embed"]["embedding"], -0.3 * rate, rtol=1e-5)
     assert not updates["norm"]["scale"].any()

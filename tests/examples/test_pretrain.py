@@ -6,20 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import muon2_optax as m2
-from examples import plots
+from examples import plot
+from examples.checkpoint import load_params
 from examples.config import parse
 from examples.flags import UserError
+from examples.folder import claim_folder, read_metrics
 from examples.pretrain import main
-from examples.report import claim_folder
 
 Records = list[dict]
 
 
 def of_kind(folder: Path, kind: str) -> Records:
-    records = plots.read_metrics(folder / "metrics.jsonl")
+    records = read_metrics(folder / "metrics.jsonl")
     return [record for record in records if record["kind"] == kind]
 
 
@@ -65,7 +67,7 @@ def test_all_start_from_the_same_model_and_batch(full_run: Path) -> None:
 def test_records(full_run: Path) -> None:
     (run,) = of_kind(full_run, "run")
     assert run["config"]["run"]["steps"] == 30
-    assert run["text"]["train_documents"] >= 1
+    assert run["text"]["train"]["documents"] >= 1
     results = of_kind(full_run, "result")
     assert [r["optimizer"] for r in results] == ["adamw", *m2.REGISTRY]
     for result in results:
@@ -80,15 +82,18 @@ def test_records(full_run: Path) -> None:
 
 def test_plot(full_run: Path, tmp_path: Path) -> None:
     assert (full_run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    found = plots.curves(full_run)
+    found = plot.curves([full_run])
     assert list(found) == ["adamw", *m2.REGISTRY]
-    (tokens, losses), (eval_tokens, _) = found["muon2"]
-    assert tokens[-1] == eval_tokens[-1] == 30 * 4 * 32
-    assert len(losses) == 30
-    target = plots.plot_folder(full_run.parent, tmp_path / "all.png")
+    train, evals = found["muon2"]["train"], found["muon2"]["eval"]
+    assert train[-1]["tokens"] == evals[-1]["tokens"] == 30 * 4 * 32
+    assert len(train) == 30
+    seconds = [record["seconds"] for record in train]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    target = tmp_path / "all.png"
+    assert plot.main([str(full_run), str(full_run), "--out", str(target)]) == 0
     assert target.stat().st_size > 1000
     with pytest.raises(UserError, match="metrics.jsonl"):
-        plots.curves(tmp_path)
+        plot.curves([tmp_path])
 
 
 def test_an_earlier_run_is_never_overwritten(
@@ -155,9 +160,71 @@ def test_a_run_that_diverges_stops_and_says_so(
 ) -> None:
     argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
     argv += ["--optimizer", "adamw", "--learning-rate", "1e30", "--steps", "20"]
-    assert main(argv) == 1
+    assert main([*argv, "--max-bad-steps", "4", "--log-every", "1"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "adamw" in err and "at step" in err
+    assert "adamw: 4 steps in a row" in err and "at step" in err
     (stopped,) = of_kind(tmp_path / "run", "stopped")
     assert stopped["reason"] in err
+    skipped = of_kind(tmp_path / "run", "skipped")
+    assert [r["in_a_row"] for r in skipped] == [1, 2, 3, 4]
+    # What is saved is the last good state.
+    params, _ = load_params(tmp_path / "run")
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+def test_accumulation_and_chunks_and_a_mesh_change_nothing(
+    full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    """The same losses as in one piece on one device, but for rounding."""
+    whole = [r for r in of_kind(full_run, "train") if r["optimizer"] == "muon2"][:8]
+    argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--steps", "30"]
+    argv += ["--warmup-steps", "3", "--log-every", "1", "--out", str(tmp_path / "run")]
+    argv += ["--accumulate", "2", "--loss-chunks", "4", "--mesh", "fsdp=2"]
+    assert main(argv) == 0
+    parts = of_kind(tmp_path / "run", "train")[:8]
+    np.testing.assert_allclose(
+        [r["loss"] for r in parts], [r["loss"] for r in whole], rtol=1e-4
+    )
+    assert whole[3]["loss"] < whole[0]["loss"] - 0.02
+
+
+def test_mixture_of_experts_with_everything_on(
+    text_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", "moe_tiny", "--dim", "32", "--layers", "1", "--heads", "2"]
+    argv += ["--hidden", "32", "--experts", "4", "--seq-len", "32", "--batch-size", "4"]
+    argv += ["--data", str(text_path), "--optimizer", "normuon", "--steps", "12"]
+    argv += ["--z-loss", "1e-4", "--ema", "0.9", "--schedule", "wsd", "--log-every"]
+    argv += ["1", "--weight-decay", "0.1", "--adam-weight-decay", "0.1"]
+    argv += ["--shape-scale", "match_rms", "--eval-tokens", "256", "--warmup-steps"]
+    argv += ["2", "--mesh", "expert=2", "--out", str(tmp_path / "run")]
+    assert main(argv) == 0
+    train = of_kind(tmp_path / "run", "train")
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert all(record["balance_loss"] > 0 for record in train)
+    assert "active" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--mesh", "fsdp=3"], "cannot be divided"),
+        (["--mesh", "fsdp=64"], "takes 64 devices"),
+        (["--mesh", "rows=2"], "no axis"),
+        (["--accumulate", "3"], "does not divide"),
+        (["--loss-chunks", "5"], "--loss-chunks"),
+    ],
+)
+def test_bad_divisions(
+    more: list[str],
+    said: str,
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run"), *more]
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
