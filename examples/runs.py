@@ -1,0 +1,168 @@
+"""A whole run: read, train with every optimizer, print the table, plot."""
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+
+import jax
+
+import muon2_optax as m2
+from examples import hardware, optim, plot, step
+from examples import state as states
+from examples.checkpoint import CHECKPOINT_FOLDER, Store
+from examples.config import Config
+from examples.data import loader
+from examples.flags import UserError
+from examples.folder import METRICS_FILE, claim_folder, read_metrics, store_settings
+from examples.loop import Setup, Training, local_rows, place
+from examples.mesh import batch_sharding, make_mesh
+from examples.models import active_parameter_count, matrix_rules, parameter_count
+from examples.report import Report, Result
+from examples.signals import Signals
+
+
+def _check_divisions(config: Config, mesh: jax.sharding.Mesh) -> None:
+    sharding, run = batch_sharding(mesh), config.run
+    size = run.batch_size // run.accumulate
+    groups = mesh.size // sharding.shard_shape((mesh.size, 1))[0]
+    if run.loss_chunks and config.model.seq_len % run.loss_chunks:
+        raise UserError(
+            f"--loss-chunks {run.loss_chunks} does not divide "
+            f"--seq-len {config.model.seq_len}"
+        )
+    if size % groups:
+        raise UserError(
+            f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size} "
+            f"rows cannot be divided over the {groups} parts of --mesh {run.mesh}"
+        )
+
+
+def prepare(config: Config, data: loader.Dataset) -> Setup:
+    """Build and compile what all optimizers share, so that none is charged for it."""
+    mesh = make_mesh(config.run.mesh)
+    _check_divisions(config, mesh)
+    sharding, count = batch_sharding(mesh), config.run.batch_size
+    rows = local_rows(sharding, (count, 1))
+    val = [
+        (place(tokens[rows], sharding, count), place(weight[rows], sharding, count))
+        for tokens, weight in data.val.batches
+    ]
+    with jax.set_mesh(mesh):
+        vocab_size = data.tokenizer.vocab_size
+        graphdef, init = states.make_model(config.model, vocab_size)
+        params = states.abstract_params(init, mesh)
+        whole = step.loss_chunks(config, vocab_size, mesh, parts=1)
+        eval_step = step.make_eval_step(graphdef, whole).lower(params, *val[0])
+        return Setup(
+            config=config,
+            data=data,
+            mesh=mesh,
+            batch_sharding=sharding,
+            graphdef=graphdef,
+            init=init,
+            params=params,
+            chunks=step.loss_chunks(config, vocab_size, mesh, config.run.accumulate),
+            eval_step=eval_step.compile(),
+            val=val,
+        )
+
+
+def _describe(setup: Setup, report: Report) -> None:
+    """Say what is about to be trained on what, on the screen and in the JSONL."""
+    config, data = setup.config, setup.data
+    text, run, model = data.about, config.run, config.model
+    vocab_size = data.tokenizer.vocab_size
+    parameters = parameter_count(model, vocab_size)
+    active = active_parameter_count(model, vocab_size)
+    some = "" if active == parameters else f" ({active:,} active)"
+    tokens = run.steps * run.batch_size * model.seq_len
+    epochs = tokens / (data.train.windows * model.seq_len)
+    machine = hardware.environment()
+    report.say(
+        f"text: {text.source}; hash {text.digest}",
+        f"  train {text.train.documents:,} documents, {text.train.bytes:,} bytes, "
+        f"{text.train.tokens:,} tokens ({data.tokenizer.name})",
+        f"  validation {text.val.documents:,} documents, {text.val.bytes:,} bytes; "
+        f"{data.val.tokens:,} tokens of it are used",
+        *(f"  {note}" for note in text.notes),
+        f"model: {model.model}, {parameters:,} parameters{some}, {model.dtype}, "
+        f"vocabulary {vocab_size:,}",
+        f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = "
+        f"{tokens:,} tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}",
+        "machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()),
+    )
+    report.record(
+        "run",
+        config=config.as_dict(),
+        environment=machine,
+        parameters=parameters,
+        text=dataclasses.asdict(text),
+    )
+
+
+def _write_notes(setup: Setup, rules: m2.MatrixRules, folder: Path) -> None:
+    """What else a reader of the run needs: its tokenizer, and the routing."""
+    if jax.process_index() == 0:
+        setup.data.tokenizer.save(folder / "tokenizer.json")
+        routing = rules.describe(setup.params)
+        (folder / "parameters.txt").write_text(routing + "\n", encoding="utf-8")
+
+
+def _earlier_results(config: Config, folder: Path) -> dict[str, Result]:
+    """Of the optimizers that had finished before this run went on."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return {}
+    fields = {field.name for field in dataclasses.fields(Result)}
+    records = [r for r in read_metrics(path) if r["kind"] == "result"]
+    found = [Result(**{k: r[k] for k in fields}) for r in records]
+    return {r.optimizer: r for r in found if r.steps == config.run.steps}
+
+
+def _join(config: Config) -> None:
+    if config.run.compile_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", config.run.compile_cache)
+    if config.run.distributed and not jax.distributed.is_initialized():
+        try:
+            jax.distributed.initialize()
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"--distributed: {error}") from None
+
+
+def run(config: Config) -> list[Result]:
+    """Train with every optimizer that has not finished yet, and compare them all."""
+    begin = time.perf_counter()
+    plans = optim.plans(config.optim, config.run.steps)
+    _join(config)
+    data = loader.load(config)
+    folder = claim_folder(config)
+    setup = prepare(config, data)
+    store_settings(folder, config, data.tokenizer.vocab_size, data.about.digest)
+    rules = matrix_rules(config.model)
+    shardings = m2.Shardings.of(setup.params) if setup.mesh.size > 1 else None
+    plans = optim.plans(
+        config.optim, config.run.steps, rules=rules, shardings=shardings
+    )
+    done = _earlier_results(config, folder)
+    names = [plan.name for plan in plans]
+    results = []
+    with (
+        Report(config, folder, names) as report,
+        Signals() as signals,
+        jax.set_mesh(setup.mesh),
+    ):
+        _describe(setup, report)
+        _write_notes(setup, rules, folder)
+        for plan in plans:
+            if plan.name in done:
+                results.append(done[plan.name])
+                continue
+            place = folder / CHECKPOINT_FOLDER / plan.name
+            with contextlib.closing(Store(place, config.save.keep)) as store:
+                training = Training(setup, plan, report, store, signals)
+                results.append(report.result(training.result()))
+    if jax.process_index() == 0:
+        figure = plot.plot_runs([folder], folder / "loss.png")
+        report.table(results, figure, time.perf_counter() - begin)
+    return results

@@ -1,0 +1,153 @@
+"""A run that is killed goes on as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from examples import checkpoint
+from examples.folder import read_metrics
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = (
+    *("--optimizer", "muon2", "--eval-every", "40", "--log-every", "1"),
+    *("--save-every", "2", "--ema", "0.9"),
+)
+
+
+class Runs:
+    """Processes that all run the same command, each into a folder of its own."""
+
+    def __init__(self, root: Path, argv: list[str]):
+        self.root, self.argv = root, argv
+
+    def start(self, folder: Path, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "examples.pretrain", *self.argv]
+        command += ["--resume", "auto", "--out", str(folder), *more]
+        # One device, and no optimizations: compiling takes most of such a short run.
+        settings = {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        }
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, folder: Path, *more: str) -> None:
+        process = self.start(folder, *more)
+        _, err = process.communicate()
+        assert process.returncode == 0, err
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, text_path: Path, tiny: list[str]
+) -> Runs:
+    root = tmp_path_factory.mktemp("resume")
+    cache = ["--compile-cache", str(root / "cache")]
+    return Runs(root, [*tiny, *OPTIONS, *cache, "--data", str(text_path)])
+
+
+def records(folder: Path, kind: str) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    return [r for r in read_metrics(path) if r["kind"] == kind] if path.exists() else []
+
+
+def last_step(folder: Path) -> int:
+    return max((r["step"] for r in records(folder, "train")), default=0)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Return when it holds, or when the process has ended by itself."""
+    end = time.monotonic() + 120
+    while process.poll() is None and not condition():
+        assert time.monotonic() < end, "the run makes no progress"
+        time.sleep(0.002)
+
+
+def kill_at_random(runs: Runs, folder: Path, rng: random.Random, steps: str) -> bool:
+    """Kill the run at some moment: any, or while a checkpoint is being written."""
+    process = runs.start(folder, "--steps", steps)
+    before, place = last_step(folder), folder / "checkpoints" / "muon2"
+    kind = rng.choice(["start", "steps", "saving"])
+    if kind == "start":
+        time.sleep(rng.uniform(0, 4))
+    else:
+        wait_for(lambda: last_step(folder) not in (0, before), process)
+        time.sleep(rng.uniform(0, 0.4))
+    if kind == "saving":
+        wait_for(lambda: any(place.glob("*tmp*")), process)
+        time.sleep(rng.uniform(0, 0.05))
+    process.kill()
+    process.communicate()
+    return process.returncode == -signal.SIGKILL
+
+
+def assert_same(first: Path, second: Path) -> None:
+    """Losses, validations and all numbers of the last state are equal, bit by bit."""
+    for kind in ("train", "eval"):
+        a, b = records(first, kind), records(second, kind)
+        assert [r["step"] for r in a] == [r["step"] for r in b]
+        assert [r["loss"] for r in a] == [r["loss"] for r in b]
+        assert [r["tokens"] for r in a] == [r["tokens"] for r in b]
+    (a,), (b,) = records(first, "result"), records(second, "result")
+    assert (a["digest"], a["val_loss"]) == (b["digest"], b["val_loss"])
+    (left, _), (right, _) = (checkpoint.load_params(f) for f in (first, second))
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def killed_and_resumed(runs: Runs, kills: int, steps: str, seed: int) -> None:
+    whole, folder = runs.root / f"whole-{steps}", runs.root / f"killed-{steps}"
+    if not whole.exists():
+        runs.finish(whole, "--steps", steps)
+    rng = random.Random(seed)
+    killed = sum(kill_at_random(runs, folder, rng, steps) for _ in range(kills))
+    assert killed == kills, "the run ended too soon: give it more steps"
+    runs.finish(folder, "--steps", steps)
+    assert_same(whole, folder)
+
+
+def test_killed_runs_end_as_the_uninterrupted_one(runs: Runs) -> None:
+    killed_and_resumed(runs, kills=2, steps="120", seed=1)
+
+
+@pytest.mark.slow
+def test_many_kills(runs: Runs) -> None:
+    killed_and_resumed(runs, kills=24, steps="1500", seed=2)
+
+
+def test_a_signal_saves_and_a_finished_run_is_left_alone(runs: Runs) -> None:
+    whole, folder = runs.root / "whole-120", runs.root / "signal"
+    if not whole.exists():
+        runs.finish(whole, "--steps", "120")
+    # Without regular checkpoints: the signal itself saves.
+    process = runs.start(folder, "--steps", "120", "--save-every", "0")
+    wait_for(lambda: last_step(folder) > 5, process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 143, err
+    assert err.count("\n") == 1 and "SIGTERM: saved at step" in err
+    (stopped,) = records(folder, "stopped")
+    assert "SIGTERM" in stopped["reason"]
+    runs.finish(folder, "--steps", "120")
+    assert_same(whole, folder)
+    before = (folder / "checkpoints" / "muon2" / "120").stat().st_mtime_ns
+    runs.finish(folder, "--steps", "120")
+    assert (folder / "checkpoints" / "muon2" / "120").stat().st_mtime_ns == before
+    assert len(records(folder, "result")) == 1
+    assert json.loads((folder / "config.json").read_text())["config"]["run"]
