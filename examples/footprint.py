@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 import muon2_optax as m2
 from examples import cost, optim, state, step
 from examples.config import Config
+from examples.flags import UserError
 from examples.mesh import batch_sharding
 from examples.models import flops_per_token, matrix_rules
 
@@ -59,28 +60,34 @@ def _compile(
 ) -> tuple[Any, jax.stages.Traced, jax.stages.Compiled]:
     """The abstract state of one optimizer, and its step, traced and compiled."""
     model, run = config.model, config.run
+    graphdef, init = state.make_model(model, vocab_size)
+    params = _cast(state.abstract_params(init, mesh), state_dtype)
+    (plan,) = optim.plans(
+        dataclasses.replace(config.optim, optimizer=name),
+        steps=100,
+        rules=matrix_rules(model),
+        shardings=m2.Shardings.of(params) if mesh.size > 1 else None,
+    )
+    ema = run.ema is not None
+    abstract = state.abstract_state(plan.transform, params, mesh, ema=ema)
+    abstract = _cast(abstract, state_dtype)
+    chunks = step.loss_chunks(config, vocab_size, mesh, run.accumulate)
+    train_step = step.make_train_step(
+        graphdef, plan.transform, config, abstract, chunks
+    )
+    rows = batch_sharding(mesh)
+    shape = (run.batch_size, model.seq_len + 1)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+    # Only here, since on devices that are not there nothing can run.
     with jax.set_mesh(mesh):
-        graphdef, init = state.make_model(model, vocab_size)
-        params = _cast(state.abstract_params(init, mesh), state_dtype)
-        (plan,) = optim.plans(
-            dataclasses.replace(config.optim, optimizer=name),
-            steps=100,
-            rules=matrix_rules(model),
-            shardings=m2.Shardings.of(params) if mesh.size > 1 else None,
-        )
-        ema = run.ema is not None
-        abstract = state.abstract_state(plan.transform, params, mesh, ema=ema)
-        abstract = _cast(abstract, state_dtype)
-        chunks = step.loss_chunks(config, vocab_size, mesh, run.accumulate)
-        train_step = step.make_train_step(
-            graphdef, plan.transform, config, abstract, chunks
-        )
-        rows = batch_sharding(mesh)
-        shape = (run.batch_size, model.seq_len + 1)
-        traced = train_step.trace(
-            abstract, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
-        )
-        return abstract, traced, traced.lower().compile()
+        traced = train_step.trace(abstract, tokens)
+        try:
+            return abstract, traced, traced.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            said = str(error).split("\n")[0][:300]
+            raise UserError(f"{name} does not fit on these devices: {said}") from None
 
 
 def measure(

@@ -155,6 +155,40 @@ def _kernel(config: ModelConfig) -> Literal["xla", "cudnn"]:
     return "cudnn" if gpu and width <= 128 and width % 8 == 0 else "xla"
 
 
+# Queries that XLA's attention takes at a time. More than twice as many come in chunks,
+# whose scores are computed once more in the backward pass instead of being kept.
+_QUERIES = 512
+
+
+def attention(
+    config: ModelConfig,
+    q_BxLxHxK: jax.Array,
+    k_BxLxHxK: jax.Array,
+    v_BxLxHxK: jax.Array,
+) -> jax.Array:
+    """Causal attention by the kernel of `--attention`."""
+    length, kernel = q_BxLxHxK.shape[1], _kernel(config)
+    if kernel == "cudnn" or length <= 2 * _QUERIES or length % _QUERIES:
+        return jax.nn.dot_product_attention(
+            q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation=kernel
+        )
+
+    @jax.checkpoint
+    def chunk(q_BxCxHxK: jax.Array, first: jax.Array) -> jax.Array:
+        row_C = first + jnp.arange(_QUERIES)
+        mask_1x1xCxL = (row_C[:, None] >= jnp.arange(length)[None, :])[None, None]
+        return jax.nn.dot_product_attention(
+            q_BxCxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask_1x1xCxL, implementation="xla"
+        )
+
+    batch, _, heads, width = q_BxLxHxK.shape
+    shape = (batch, -1, _QUERIES, heads, width)
+    chunks_NxBxCxHxK = q_BxLxHxK.reshape(shape).swapaxes(0, 1)
+    firsts_N = jnp.arange(0, length, _QUERIES)
+    o_NxBxCxHxK = jax.lax.map(lambda part: chunk(*part), (chunks_NxBxCxHxK, firsts_N))
+    return o_NxBxCxHxK.swapaxes(0, 1).reshape(q_BxLxHxK.shape)
+
+
 class Attention(nnx.Module):
     """Causal multi-head self-attention, with rotary positions where given."""
 
@@ -179,13 +213,7 @@ class Attention(nnx.Module):
         if rotation is not None:
             q_BxLxHxK = rotate(q_BxLxHxK, rotation)
             k_BxLxHxK = rotate(k_BxLxHxK, rotation)
-        o_BxLxHxK = jax.nn.dot_product_attention(
-            q_BxLxHxK,
-            k_BxLxHxK,
-            v_BxLxHxK,
-            is_causal=True,
-            implementation=_kernel(self.config),
-        )
+        o_BxLxHxK = attention(self.config, q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
         return self.out(o_BxLxHxK.reshape(batch, length, dim))
 
 

@@ -17,6 +17,7 @@ from examples.models import (
     active_parameter_count,
     build,
     flops_per_token,
+    layers,
     matrix_rules,
     parameter_count,
 )
@@ -106,6 +107,18 @@ def test_learned_positions_end() -> None:
     model = build(small("gpt"), VOCAB, rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match="17 tokens exceed the 16 learned positions"):
         model(tokens(length=17))
+
+
+def test_attention_in_chunks_equals_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = jax.random.normal(jax.random.key(0), (3, 2, 24, 2, 8))
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.square(layers.attention(small("llama"), q, k, v)).sum()
+
+    whole = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*qkv)
+    monkeypatch.setattr(layers, "_QUERIES", 8)
+    chunked = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*qkv)
+    assert_close(chunked, whole, 1e-4)
 
 
 @pytest.mark.parametrize("model", PRESETS)
