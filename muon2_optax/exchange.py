@@ -141,14 +141,15 @@ class _Group:
             got = parcels.values(got, self.dtype).astype(_wide(self.dtype))
             got = got.reshape(devices, share, *self.kind.local)
         else:
-            rows = [
-                parcels.packed(take(pieces, low, low + share), part, share)
-                for low in range(0, count, share)
-                if len(part := factors[low : low + share])
+            rows = range(0, count, share)
+            parts = [
+                part
+                for low in rows
+                for part in parcels.packed(
+                    take(pieces, low, low + share), factors[low : low + share], share
+                )
             ]
-            sent = _filled(
-                [jnp.stack(rows)] if len(rows) > 1 else [rows[0][None]], devices
-            )
+            sent = _filled([jnp.concatenate(parts).reshape(len(rows), -1)], devices)
             got = parcels.unpacked(self._swap(sent), self.kind.local, share)
         done = self.here([parcels.assembled(got, self.kind, self.mesh)])[0]
         back = parcels.divided(done, self.kind, self.mesh).astype(self.dtype)
@@ -165,7 +166,7 @@ class _Group:
             got = jax.lax.all_gather(parcels.bits(piece), self.kind.axes)
             got = parcels.values(got, self.dtype).astype(_wide(self.dtype))
         else:
-            sent = parcels.packed([piece], factors, 1)
+            sent = jnp.concatenate(parcels.packed([piece], factors, 1))
             got = jax.lax.all_gather(sent, self.kind.axes)
             got = parcels.unpacked(got, self.kind.local, 1)
         done = self.here([parcels.assembled(got, self.kind, self.mesh)])[0]

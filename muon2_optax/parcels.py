@@ -138,20 +138,19 @@ def _row_maxima(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     return jnp.transpose(rows, axes.batch + inside).reshape(count, -1)
 
 
-def packed(pieces: Sequence[jax.Array], factors: jax.Array, share: int) -> jax.Array:
-    """Pieces and factors of ``share`` matrices, some of which may be missing, flat."""
-    parts = [bits(p).reshape(-1) for p in pieces]
+def packed(
+    pieces: Sequence[jax.Array], factors: jax.Array, share: int
+) -> list[jax.Array]:
+    """Flat parts: pieces and factors of ``share`` matrices, or of fewer and zeros."""
     one = math.prod(pieces[0].shape[1:])
     missing = share - len(factors)
     ends = jax.lax.bitcast_convert_type(factors, jnp.uint16).reshape(-1)
     fill = -(2 * share) % ALIGNMENT if one * share >= 64 * ALIGNMENT else 0
-    return jnp.concatenate(
-        [
-            *parts,
-            *([jnp.zeros(missing * one, jnp.uint16)] if missing else []),
-            jnp.pad(ends, (0, 2 * missing + fill)),
-        ]
-    )
+    return [
+        *(bits(p).reshape(-1) for p in pieces),
+        jnp.zeros(missing * one, jnp.uint16),
+        jnp.pad(ends, (0, 2 * missing + fill)),
+    ]
 
 
 def unpacked(rows: jax.Array, local: tuple[int, ...], share: int) -> jax.Array:

@@ -12,8 +12,10 @@ import pytest
 from hlo import collectives, flops, loops
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reference import keller, relative_error
 
 import muon2_optax as m2
+from muon2_optax import exchange
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 KINDS = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
@@ -236,6 +238,50 @@ def test_16_bit_travel_keeps_the_range(kind, dtype):
         assert error < (0.06 if dtype == jnp.bfloat16 else 0.01), k
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bit_travel_costs_no_precision(dtype):
+    """Pieces of very different size, stacks, tall and lone matrices, against float64.
+
+    On its way a value is rounded once more, by half a unit: a small part of what three
+    iterations in that precision lose anyhow.
+    """
+    shapes = {f"w{i}": (64, 128) for i in range(9)} | {"t": (128, 64), "one": (64, 256)}
+    shapes["stack"] = (5, 64, 128)
+    tree = draw(shapes)
+    tree["w0"] = tree["w0"].at[:8].mul(1e6)  # one device holds nearly all of it
+    tree["w1"] = tree["w1"].at[:40].set(0)  # and half of them nothing of this one
+    mesh = mesh_of((2, 4), ("a", "b"), AUTO)
+    specs = dict.fromkeys(tree, P("a", "b")) | {"stack": P(None, "a", "b")}
+    sharded = place(tree, mesh, specs)
+    errors = []
+    for grads, known_shardings in ((tree, None), (sharded, m2.Shardings.of(sharded))):
+        tx = m2.newton_schulz_orthogonalize(
+            3, ns_dtype=dtype, rules=STACKS, shardings=known_shardings
+        )
+        done = jax.jit(lambda g, tx=tx: tx.update(g, optax.EmptyState())[0])(grads)
+        errors.append({k: relative_error(done[k], keller(tree[k], 3)) for k in tree})
+    for k in tree:
+        assert errors[1][k] < 1.25 * errors[0][k], (k, errors)
+
+
+@KINDS
+def test_lots_that_bound_the_memory_move_two_by_two(kind, monkeypatch):
+    """Three matrices at a time on each of eight devices, of seven: 24, 24, 8."""
+    tree = draw({f"w{i}": (64, 128) for i in range(56)})
+    mesh = mesh_of((8,), ("x",), kind)
+    sharded = place(tree, mesh, dict.fromkeys(tree, P("x")))
+    monkeypatch.setattr(exchange, "LOT", 3 * 64 * 128 * 4)
+    tx = m2.newton_schulz_orthogonalize(3, shardings=known(sharded, kind))
+    step = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])
+    compiled = step.lower(sharded).compile()
+    assert {k: n for k, (n, _) in collectives(compiled).items()} == {"all-to-all": 6}
+    want = m2.newton_schulz_orthogonalize(3).update(tree, optax.EmptyState())[0]
+    have = compiled(sharded)
+    for k in tree:
+        scale = float(jnp.abs(want[k]).max())
+        np.testing.assert_allclose(have[k], want[k], atol=1e-5 * scale, rtol=0)
+
+
 STACKS = m2.MatrixRules((("stack", m2.MatrixAxes(-2, -1)),))
 
 PARAMS = {
@@ -309,6 +355,20 @@ def test_state_keeps_its_sharding_and_the_step_compiles_once(name, kind):
     assert shardings_of(params) == shardings_of(sharded)
     for k in tree:
         np.testing.assert_allclose(params[k], alone[k], atol=2e-5, rtol=0)
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["muon", "muon2", "muon2_f", "normuon", "adamuon"])
+def test_a_jitted_init_places_the_state_as_an_eager_one(name, kind):
+    """Zeros depend on no parameter: the compiler would put them all on one device."""
+    mesh = mesh_of((8,), ("x",), kind)
+    _, sharded = params_on(mesh)
+    tx = m2.REGISTRY[name](0.1, rules=STACKS, shardings=known(sharded, kind))
+    # jit drops the parameters, which nothing reads, and with them their mesh: on
+    # Explicit axes JAX then asks for an ambient one.
+    with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
+        state = jax.jit(tx.init)(sharded)
+    assert shardings_of(state) == shardings_of(tx.init(sharded))
 
 
 @KINDS

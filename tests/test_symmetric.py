@@ -7,10 +7,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from reference import relative_error
 
+import muon2_optax as m2
 from muon2_optax import coefficients, hopper, polar, symmetric
 from muon2_optax.symmetric import Tiles
 
@@ -244,6 +248,38 @@ def test_lowers_for_cuda():
 )
 def test_stock_products_elsewhere(on, shapes, options):
     assert "mosaic_gpu" not in _lowered(on, shapes, **options)
+
+
+def _lowered_on(mesh, spec, shardings, monkeypatch):
+    """The program of eight matrices (1024, 1312), as Hopper GPUs would get it."""
+    monkeypatch.setattr(hopper, "available", lambda: True)
+    sharding = NamedSharding(mesh, spec)
+    tree = {
+        f"w{i}": jax.ShapeDtypeStruct((1024, 1312), jnp.float32, sharding=sharding)
+        for i in range(16)
+    }
+    tx = m2.newton_schulz_orthogonalize(
+        3, shardings=m2.Shardings.of(tree) if shardings else None
+    )
+    step = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])
+    return step.trace(tree).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_kernel
+@pytest.mark.parametrize("devices, spec", [(1, P()), (2, P("x")), (2, P())])
+def test_runs_on_every_device_of_a_mesh(devices, spec, monkeypatch):
+    """Also on one device of a machine that has more, and inside the exchange."""
+    mesh = jax.make_mesh(
+        (devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    assert "mosaic_gpu" in _lowered_on(mesh, spec, True, monkeypatch)
+
+
+@needs_kernel
+def test_stays_off_where_the_compiler_would_divide_it(monkeypatch):
+    """On Auto axes without shardings nobody knows: XLA would gather its operands."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    assert "mosaic_gpu" not in _lowered_on(mesh, P("x"), False, monkeypatch)
 
 
 def test_is_off_without_a_hopper_gpu():

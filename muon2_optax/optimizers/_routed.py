@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_second_moment
-from muon2_optax.placement import beside
+from muon2_optax.placement import Shardings, settled
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 
 
@@ -21,6 +21,7 @@ def routed(
     adam_weight_decay: float,
     weight_decay_mask: Any,
     mu_dtype: Any,
+    shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.partition`` by the rules, with AdamW for what is not a matrix.
 
@@ -41,7 +42,7 @@ def routed(
     inner = optax.partition({MATRIX: matrix, ADAM: adam}, rules.labels)
 
     def init_fn(params: optax.Params) -> Any:
-        return beside(params, inner.init(params))
+        return settled(inner.init, params, shardings)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
         new, state = inner.update(updates, state, params, **extra)

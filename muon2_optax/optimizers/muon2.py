@@ -121,4 +121,5 @@ def muon2(
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
         mu_dtype=mu_dtype,
+        shardings=shardings,
     )
