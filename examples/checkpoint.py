@@ -5,6 +5,7 @@ checkpoint also holds a digest of its numbers, so that damage is noticed when it
 read; then the one before it is taken.
 """
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,11 @@ class Store:
 
     def close(self) -> None:
         """Wait, and let go of the folder."""
-        self.wait()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            with contextlib.suppress(Exception):  # it repeats what `wait` has raised
+                self._manager.close()
 
     def _read(self, step: int, abstract: TrainState) -> TrainState:
         parts = _parts(abstract)

@@ -48,35 +48,31 @@ def loss_chunks(config: Config, vocab_size: int, mesh: Mesh, parts: int) -> int:
 
 def token_losses(
     graphdef: Any, params: Any, tokens_BxM: jax.Array, chunks: int = 1
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Negative log-likelihood (B, L) and log-sum-exp (B, L) of each next token.
+) -> jax.Array:
+    """Negative log-likelihood (B, L) of each next token; M is L + 1.
 
-    M is L + 1. The third result is the load-balancing loss of the features.
-    With `chunks` above 1 the logits of one chunk of positions at a time exist, and are
-    computed once more in the backward pass: with a large vocabulary they would take
-    more memory than anything else.
+    With `chunks` above 1 only the logits of one chunk of positions exist at a time. For
+    gradients there is `model.loss`.
     """
     model = nnx.merge(graphdef, params)
-    x_BxLxD, balance_loss = model.features(tokens_BxM[:, :-1])
+    x_BxLxD, _ = model.features(tokens_BxM[:, :-1])
     targets_BxL = tokens_BxM[:, 1:]
 
-    def losses(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> Any:
-        logits_BxCxV = model.logits(x_BxCxD)
-        lse_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
-        at_target = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)
-        return lse_BxC - at_target[..., 0], lse_BxC
+    def losses(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(
+            model.logits(x_BxCxD), targets_BxC
+        )
 
     if chunks == 1:
-        return *losses(x_BxLxD, targets_BxL), balance_loss
+        return losses(x_BxLxD, targets_BxL)
 
-    def cut(y_BxL: jax.Array) -> jax.Array:
-        batch, length, *rest = y_BxL.shape
-        return y_BxL.reshape(batch, chunks, length // chunks, *rest).swapaxes(0, 1)
+    def cut(y_BxLx: jax.Array) -> jax.Array:
+        batch, length, *rest = y_BxLx.shape
+        return y_BxLx.reshape(batch, chunks, length // chunks, *rest).swapaxes(0, 1)
 
     parts = cut(x_BxLxD), cut(targets_BxL)
-    found = jax.lax.map(lambda part: jax.checkpoint(losses)(*part), parts)
-    nll_BxL, lse_BxL = (y.swapaxes(0, 1).reshape(targets_BxL.shape) for y in found)
-    return nll_BxL, lse_BxL, balance_loss
+    nll_NxBxC = jax.lax.map(lambda part: losses(*part), parts)
+    return nll_NxBxC.swapaxes(0, 1).reshape(targets_BxL.shape)
 
 
 def _averaged_gradients(
@@ -164,7 +160,7 @@ def make_eval_step(graphdef: Any, chunks: int = 1) -> jax.stages.Wrapped:
 
     @jax.jit
     def eval_step(params: Any, tokens_BxM: Any, weight_B: Any) -> jax.Array:
-        loss_BxL, *_ = token_losses(graphdef, params, tokens_BxM, chunks)
+        loss_BxL = token_losses(graphdef, params, tokens_BxM, chunks)
         return (loss_BxL.sum(axis=1) * weight_B).sum()
 
     return eval_step

@@ -1,0 +1,223 @@
+"""Full disks, damaged checkpoints, other meshes: the last good state is never lost."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import checkpoint, step
+from examples.config import parse
+from examples.data import loader
+from examples.flags import UserError
+from examples.folder import read_metrics
+from examples.pretrain import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def argv(text_path: Path, tiny: list[str]) -> list[str]:
+    options = [*tiny, "--batch-size", "8", "--data", str(text_path), "--log-every", "1"]
+    options += ["--optimizer", "muon2", "--save-every", "4", "--eval-every", "4"]
+    return [*options, "--keep", "3", "--warmup-steps", "2", "--resume", "auto"]
+
+
+@pytest.fixture(scope="module")
+def finished(
+    quick_compilation: None, tmp_path_factory: pytest.TempPathFactory, argv: list[str]
+) -> Path:
+    """A run of 12 steps on eight devices, with checkpoints of 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    mesh = ["--mesh", "fsdp=4,tensor=2"]
+    assert main([*argv, "--steps", "12", "--out", str(folder), *mesh]) == 0
+    return folder
+
+
+def losses(folder: Path, kind: str = "train") -> dict[int, float]:
+    records = read_metrics(folder / "metrics.jsonl")
+    return {r["step"]: r["loss"] for r in records if r["kind"] == kind}
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints" / "muon2").iterdir())
+
+
+def cut_back(finished: Path, target: Path, *removed: str) -> Path:
+    """A copy of the run as if it had been killed before its last checkpoints."""
+    shutil.copytree(finished, target)
+    for name in removed:
+        shutil.rmtree(target / "checkpoints" / "muon2" / name)
+    return target
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", ""])
+def test_another_mesh_goes_on_with_the_same_losses(
+    mesh: str, finished: Path, argv: list[str], tmp_path: Path
+) -> None:
+    folder = cut_back(finished, tmp_path / "run", "8", "12")
+    assert main(["--resume", "--out", str(folder), "--mesh", mesh]) == 0
+    for kind in ("train", "eval"):
+        before, after = losses(finished, kind), losses(folder, kind)
+        assert list(before) == list(after)
+        np.testing.assert_allclose(
+            list(after.values()), list(before.values()), rtol=1e-5
+        )
+
+
+def test_more_steps_go_on_from_the_last(finished: Path, tmp_path: Path) -> None:
+    folder = cut_back(finished, tmp_path / "run")
+    assert main(["--resume", "--out", str(folder), "--steps", "14"]) == 0
+    assert list(losses(folder)) == list(range(1, 15))
+    assert {s: losses(folder)[s] for s in range(1, 13)} == losses(finished)
+    results = [r for r in read_metrics(folder / "metrics.jsonl") if "digest" in r]
+    assert [r["steps"] for r in results] == [14]
+
+
+def damage(path: Path, kind: str) -> None:
+    """Change what is stored: numbers only, or the whole structure."""
+    files = [p for p in path.rglob("*") if p.is_file() and p.parent.name == "d"]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    if kind == "truncated":
+        content = content[: len(content) // 2]
+    elif kind == "flipped":
+        content[len(content) // 2] ^= 1
+    largest.write_bytes(bytes(content))
+    if kind == "missing":
+        largest.unlink()
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "missing"])
+def test_a_damaged_checkpoint_is_skipped_and_set_aside(
+    kind: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cut_back(finished, tmp_path / "run")
+    damage(folder / "checkpoints" / "muon2" / "12", kind)
+    # The run had finished: only a longer one reads its checkpoints again.
+    argv = ["--resume", "--out", str(folder), "--mesh", "fsdp=4,tensor=2"]
+    assert main([*argv, "--steps", "13"]) == 0
+    assert "checkpoint of step 12 skipped" in capsys.readouterr().out
+    assert (folder / "damaged" / "muon2-12").is_dir()
+    assert steps(folder) == ["12", "13", "8"] or steps(folder) == ["13", "4", "8"]
+    assert list(losses(folder)) == list(range(1, 14))
+
+
+def test_when_nothing_is_readable_nothing_is_touched(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cut_back(finished, tmp_path / "run")
+    for name in ("4", "8", "12"):
+        damage(folder / "checkpoints" / "muon2" / name, "missing")
+    damage(folder / "checkpoints" / "muon2" / "12" / "params", "truncated")
+    before = steps(folder)
+    assert main(["--resume", "--out", str(folder), "--steps", "13"]) == 2
+    err = capsys.readouterr().err
+    assert "none of 3 checkpoints is readable" in err and err.count("\n") == 1
+    assert steps(folder) == before and not (folder / "damaged").exists()
+    with pytest.raises(UserError, match="unreadable"):
+        checkpoint.load_params(folder)
+
+
+def test_other_text_is_refused(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cut_back(finished, tmp_path / "run", "12")
+    other = tmp_path / "other.txt"
+    other.write_text("to be or not to be, that is the question\n" * 500)
+    assert main(["--resume", "--out", str(folder), "--data", str(other)]) == 2
+    assert "the text differs" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(
+    finished: Path, argv: list[str], tmp_path: Path
+) -> None:
+    """The limit on the size of a file stands for the disk: writing fails at 20 kB."""
+    folder = tmp_path / "run"
+    limited = ["bash", "-c", 'ulimit -f 20; exec "$@"', "-"]  # units of 1 kB
+    command = [*limited, sys.executable, "-m", "examples.pretrain", *argv]
+    command += ["--out", str(folder), "--steps", "16"]
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    cut_back(finished, folder)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "checkpoint of step 16" in last and "the one of step 12 is kept" in last
+    assert {"4", "8", "12"} < set(steps(folder))
+    assert main(["--resume", "--out", str(folder)]) == 0
+    assert list(losses(folder)) == list(range(1, 17))
+
+
+def test_digest_sees_every_bit_and_no_division() -> None:
+    tree = {"a": jnp.arange(16.0).reshape(8, 2), "b": jnp.ones(3, jnp.bfloat16)}
+    tree |= {"c": jnp.arange(4), "d": jnp.array([True, False])}
+    whole = int(checkpoint.digest(tree))
+    mesh = jax.make_mesh((8,), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    divided = jax.device_put(tree["a"], jax.sharding.NamedSharding(mesh, spec))
+    assert int(checkpoint.digest(tree | {"a": divided})) == whole
+    for key in tree:
+        other = tree | {key: tree[key].at[1].set(tree[key][0])}
+        if key == "b":
+            other = tree | {"b": tree["b"] * 2}
+        assert int(checkpoint.digest(other)) != whole
+
+
+def test_load_params_names_what_is_missing(finished: Path, tmp_path: Path) -> None:
+    params, config = checkpoint.load_params(finished, "muon2", 8)
+    assert config.run.steps == 12
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
+    with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there: \[4, 8, 12"):
+        checkpoint.load_params(finished, step=5)
+    with pytest.raises(UserError, match="no adamw"):
+        checkpoint.load_params(finished, "adamw")
+    with pytest.raises(UserError, match="no run there"):
+        checkpoint.load_params(tmp_path)
+
+
+def test_a_failing_step_is_skipped_counted_and_shown(
+    argv: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One batch whose gradient is not finite; its neighbours train as ever."""
+    averaged = step._averaged_gradients
+
+    def poisoned(loss_fn: Any, params: Any, tokens_BxM: Any, parts: int) -> Any:
+        losses, grads = averaged(loss_fn, params, tokens_BxM, parts)
+        bad = (tokens_BxM == bad_row[None]).all(axis=1).any()
+        return losses, jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
+
+    config = parse([*argv, "--out", str(tmp_path / "run")])
+    bad_row = loader.load(config).train.at(4)[2]
+    monkeypatch.setattr(step, "_averaged_gradients", poisoned)
+    assert main([*argv, "--steps", "8", "--out", str(tmp_path / "run")]) == 0
+    assert "muon2: step 5 skipped" in capsys.readouterr().out
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    (skipped,) = (r for r in records if r["kind"] == "skipped")
+    assert (skipped["step"], skipped["in_a_row"]) == (5, 1)
+    train = [r for r in records if r["kind"] == "train"]
+    assert [r["grad_norm"] is None for r in train] == [r["step"] == 5 for r in train]
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert [r["skipped"] for r in train] == [0] * 4 + [1] * 4
