@@ -53,10 +53,26 @@ class Model:
     max_length: int
 
 
+def make_logits_fn(graphdef: Any, params: Any) -> Any:
+    """What `evaluation.scoring` takes, from a model's structure and its numbers."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    def logits(
+        params: Any, tokens_BxL: jax.Array, positions_BxK: jax.Array
+    ) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        x_BxLxD, _ = model.features(tokens_BxL)
+        x_BxKxD = jnp.take_along_axis(x_BxLxD, positions_BxK[..., None], axis=1)
+        return model.logits(x_BxKxD)
+
+    return jax.tree_util.Partial(logits, params)
+
+
 def load_model(config: EvaluateConfig) -> Model:
     """The parameters and the tokenizer of a run."""
     import jax
-    from flax import nnx
 
     from examples.checkpoint import load_params
     from examples.data import tokens as tok
@@ -76,11 +92,7 @@ def load_model(config: EvaluateConfig) -> Model:
     )
     check(wanted == found, f"{file}: not the tokenizer of these parameters")
 
-    def logits(params: Any, tokens_BxL: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, params)(tokens_BxL)
-
-    logits_fn = jax.tree_util.Partial(logits, params)
-    return Model(logits_fn, tokenizer, trained.model.seq_len)
+    return Model(make_logits_fn(graphdef, params), tokenizer, trained.model.seq_len)
 
 
 def evaluate_files(

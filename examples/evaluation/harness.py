@@ -19,10 +19,13 @@ from examples.evaluation.scoring import LogitsFn, Request, bucket, score
 
 @jax.jit
 def _next_token(
-    logits_fn: LogitsFn, tokens_1xL: jax.Array, last: jax.Array, noise: Any
+    logits_fn: LogitsFn,
+    tokens_1xL: jax.Array,
+    last_1x1: jax.Array,
+    key: jax.Array,
+    temperature: float,
 ) -> jax.Array:
-    logits_V = logits_fn(tokens_1xL)[0, last]
-    key, temperature = noise
+    logits_V = logits_fn(tokens_1xL, last_1x1)[0, 0]
     drawn = jax.random.categorical(key, logits_V / jnp.maximum(temperature, 1e-6))
     return jnp.where(temperature > 0, drawn, logits_V.argmax())
 
@@ -101,10 +104,15 @@ class HarnessModel(TemplateLM):
         ids = (self.tok_encode(context) or [self.eot_token_id])[-room:]
         start, key = len(ids), jax.random.key(seed)
         while len(ids) - start < wanted and len(ids) < self.max_length:
-            tokens = np.zeros((1, bucket(len(ids), self.max_length)), np.int32)
+            tokens = np.zeros((1, bucket(len(ids), 32, self.max_length)), np.int32)
             tokens[0, : len(ids)] = ids
-            noise = (jax.random.fold_in(key, len(ids)), temperature)
-            token = int(_next_token(self._logits_fn, tokens, len(ids) - 1, noise))
+            last, step_key = (
+                np.array([[len(ids) - 1]]),
+                jax.random.fold_in(key, len(ids)),
+            )
+            token = int(
+                _next_token(self._logits_fn, tokens, last, step_key, temperature)
+            )
             if token == self.eot_token_id:
                 break
             ids.append(token)

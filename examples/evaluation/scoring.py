@@ -17,11 +17,13 @@ import numpy as np
 from examples.data.tokens import Tokenizer
 from examples.flags import UserError
 
-# (B, L) tokens to (B, L, V) logits. A `jax.tree_util.Partial` over the parameters keeps
-# these an argument of the compiled function, where a closure would make them constants.
-LogitsFn = Callable[[jax.Array], jax.Array]
+# (tokens (B, L), positions (B, K)) to the logits (B, K, V) at these positions: most of
+# a question is only read, and logits cost more than all the rest. As a
+# `jax.tree_util.Partial` over the parameters it keeps these an argument of the compiled
+# function, where a closure would make them constants.
+LogitsFn = Callable[[jax.Array, jax.Array], jax.Array]
 
-_SHORTEST = 32
+_SHORTEST = 32, 8  # padded lengths of texts, and of what is scored of them
 
 
 class Request(NamedTuple):
@@ -29,6 +31,14 @@ class Request(NamedTuple):
 
     context: list[int]
     continuation: list[int]
+
+
+class _Window(NamedTuple):
+    """Which request it belongs to, its tokens, how many of the last are scored."""
+
+    request: int
+    tokens: list[int]
+    scored: int
 
 
 class Score(NamedTuple):
@@ -73,21 +83,27 @@ def _windows(request: Request, size: int) -> Iterator[Request]:
         yield Request(context + ids[:start], ids[start : start + size])
 
 
+def bucket(length: int, shortest: int, longest: int) -> int:
+    """The padded length: one of few powers of two, or the longest of all."""
+    size = shortest
+    while size < length:
+        size *= 2 if shortest == _SHORTEST[0] else 4
+    return min(size, longest)
+
+
 @jax.jit
 def _score_step(
-    logits_fn: LogitsFn, tokens_BxM: jax.Array
+    logits_fn: LogitsFn, tokens_BxM: jax.Array, positions_BxK: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each next token, and whether it is the most probable one."""
-    logits_BxLxV = logits_fn(tokens_BxM[:, :-1]).astype(jnp.float32)
-    target_BxLx1 = tokens_BxM[:, 1:, None]
-    at_target = jnp.take_along_axis(logits_BxLxV, target_BxLx1, axis=-1)
-    log_prob_BxL = at_target[..., 0] - jax.nn.logsumexp(logits_BxLxV, axis=-1)
-    return log_prob_BxL, logits_BxLxV.argmax(axis=-1) == target_BxLx1[..., 0]
+    """Log-probability of the token after each position, and whether it is the top one.
 
-
-def bucket(length: int, max_length: int) -> int:
-    """The padded length: a power of two, or the whole window."""
-    return min(max_length, max(_SHORTEST, 1 << (length - 1).bit_length()))
+    M is L + 1.
+    """
+    logits_BxKxV = logits_fn(tokens_BxM[:, :-1], positions_BxK).astype(jnp.float32)
+    target_BxK = jnp.take_along_axis(tokens_BxM, positions_BxK + 1, axis=1)
+    at_target = jnp.take_along_axis(logits_BxKxV, target_BxK[..., None], axis=-1)
+    log_prob_BxK = at_target[..., 0] - jax.nn.logsumexp(logits_BxKxV, axis=-1)
+    return log_prob_BxK, logits_BxKxV.argmax(axis=-1) == target_BxK
 
 
 def score(
@@ -96,30 +112,32 @@ def score(
     max_length: int,
     *,
     batch_tokens: int = 16_384,
-    tell: Callable[[int], None] = lambda done: None,
 ) -> list[Score]:
-    """Score every request, in order; `tell` hears how many windows are done.
+    """Score every request, in order, `batch_tokens` at a time.
 
     A window is padded on the right, which a causal model does not see.
     """
-    groups: dict[int, list[tuple[int, list[int], int]]] = defaultdict(list)
+    groups: dict[tuple[int, int], list[_Window]] = defaultdict(list)
     for number, request in enumerate(requests):
         for context, ids in _windows(request, max_length):
             tokens = (context + ids)[-(max_length + 1) :]
-            size = bucket(len(tokens) - 1, max_length)
-            groups[size].append((number, tokens, len(ids)))
+            size = bucket(len(tokens) - 1, _SHORTEST[0], max_length)
+            scored = bucket(len(ids), _SHORTEST[1], size)
+            groups[size, scored].append(_Window(number, tokens, len(ids)))
     sums, greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
-    for size, group in sorted(groups.items(), reverse=True):
+    for (size, scored), group in sorted(groups.items(), reverse=True):
         rows = max(1, batch_tokens // size)
         for first in range(0, len(group), rows):
             part = group[first : first + rows]
-            batch = np.zeros((rows, size + 1), np.int32)
-            for row, (_, tokens, _) in enumerate(part):
-                batch[row, : len(tokens)] = tokens
-            log_prob, equal = map(np.asarray, _score_step(logits_fn, batch))
-            for row, (number, tokens, count) in enumerate(part):
-                scored = slice(len(tokens) - 1 - count, len(tokens) - 1)
-                sums[number] += log_prob[row, scored].sum(dtype=np.float64)
-                greedy[number] &= equal[row, scored].all()
-            tell(len(part))
+            tokens_BxM = np.zeros((rows, size + 1), np.int32)
+            positions_BxK = np.zeros((rows, scored), np.int32)
+            for row, (_, tokens, count) in enumerate(part):
+                tokens_BxM[row, : len(tokens)] = tokens
+                start = len(tokens) - 1 - count
+                positions_BxK[row, :count] = np.arange(start, start + count)
+            found = _score_step(logits_fn, tokens_BxM, positions_BxK)
+            log_prob, equal = map(np.asarray, found)
+            for row, (number, _, count) in enumerate(part):
+                sums[number] += log_prob[row, :count].sum(dtype=np.float64)
+                greedy[number] &= equal[row, :count].all()
     return [Score(float(s), bool(g)) for s, g in zip(sums, greedy)]

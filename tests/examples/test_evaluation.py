@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,14 +33,25 @@ CONFIG = parse(
 GRAPHDEF, INIT = make_model(CONFIG.model, 257)
 
 
-def _apply(params: Any, tokens_BxL: jax.Array) -> jax.Array:
-    # The initial logits are all but equal; larger ones make scores that differ.
-    return 20 * nnx.merge(GRAPHDEF, params)(tokens_BxL)
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Many shapes and little work: compiling takes nearly all of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
-def logits_fn() -> Any:
-    return jax.tree_util.Partial(_apply, INIT(jax.random.key(0)))
+def params(quick_compilation: None) -> Any:
+    # The initial logits are all but equal; larger ones make scores that differ.
+    params = INIT(jax.random.key(0))
+    params["lm_head"]["kernel"] *= 20
+    return params
+
+
+@pytest.fixture(scope="module")
+def logits_fn(params: Any) -> Any:
+    return evaluate.make_logits_fn(GRAPHDEF, params)
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +59,36 @@ def model(logits_fn: Any) -> evaluate.Model:
     return evaluate.Model(logits_fn, tok.ByteTokenizer(), MAX_LENGTH)
 
 
+@jax.jit
+def all_logits(logits_fn: Any, tokens_1xL: jax.Array) -> jax.Array:
+    return nnx.merge(GRAPHDEF, logits_fn.args[0])(tokens_1xL)[0]
+
+
 def by_definition(logits_fn: Any, context: list[int], ids: list[int]) -> Any:
-    """One text at a time, unpadded, in float64 from the logits on."""
+    """One text at a time, by a call of the model, in float64 from the logits on.
+
+    Padding keeps compilation short; that it changes nothing is a test of the models.
+    """
     tokens = (context + ids)[-(MAX_LENGTH + 1) :]
-    logits = np.asarray(logits_fn(jnp.asarray([tokens[:-1]])), np.float64)[0]
-    logits = logits[-len(ids) :]
+    padded = np.zeros((1, MAX_LENGTH), np.int32)
+    padded[0, : len(tokens) - 1] = tokens[:-1]
+    logits = np.asarray(all_logits(logits_fn, padded), np.float64)
+    logits = logits[: len(tokens) - 1][-len(ids) :]
     log_prob = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     total = sum(log_prob[i, token] for i, token in enumerate(ids))
     return total, bool((logits.argmax(axis=1) == ids).all())
 
 
-def test_scores_are_those_of_single_unpadded_texts(logits_fn: Any) -> None:
+def test_scores_are_those_of_single_texts(logits_fn: Any) -> None:
     rng = np.random.default_rng(0)
     requests = [
         Request(rng.integers(0, 257, before).tolist(), rng.integers(0, 257, n).tolist())
         for before, n in [(1, 1), (3, 5), (30, 2), (47, 1), (48, 1), (90, 40), (1, 48)]
     ]
-    best = int(logits_fn(jnp.asarray([requests[1].context]))[0, -1].argmax())
+    context = requests[1].context
+    best = int(logits_fn(jnp.asarray([context]), jnp.array([[2]]))[0, 0].argmax())
     requests.append(Request(requests[1].context, [best]))
-    for batch_tokens in (1, 100, 10_000):
+    for batch_tokens in (1, 10_000):
         scores = scoring.score(
             logits_fn, requests, MAX_LENGTH, batch_tokens=batch_tokens
         )
@@ -87,8 +110,9 @@ def test_long_continuations_go_window_by_window(logits_fn: Any) -> None:
 
 
 def test_few_shapes() -> None:
-    sizes = {scoring.bucket(n, 1000) for n in range(1, 1001)}
+    sizes = {scoring.bucket(n, 32, 1000) for n in range(1, 1001)}
     assert sizes == {32, 64, 128, 256, 512, 1000}
+    assert {scoring.bucket(n, 8, 64) for n in range(1, 65)} == {8, 32, 64}
 
 
 def test_spaces_belong_to_the_continuation() -> None:
@@ -240,9 +264,8 @@ def test_metrics_by_definition(model: evaluate.Model, task_data: Path) -> None:
 
 
 @pytest.fixture
-def checkpoint(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def checkpoint(monkeypatch: pytest.MonkeyPatch, params: Any) -> ModuleType:
     """A run's parameters, without a run."""
-    params = INIT(jax.random.key(0))
     module: Any = SimpleNamespace(load_params=lambda folder, **_: (params, CONFIG))
     monkeypatch.setitem(sys.modules, "examples.checkpoint", module)
     return module
@@ -408,7 +431,8 @@ def test_the_harness_rolls_and_generates(model: evaluate.Model) -> None:
     (generated,) = ask("generate_until", "abc", options)
     ids = list(b"abc")
     for _ in range(6):
-        ids.append(int(model.logits_fn(jnp.asarray([ids]))[0, -1].argmax()))
+        last = jnp.array([[len(ids) - 1]])
+        ids.append(int(model.logits_fn(jnp.asarray([ids]), last)[0, 0].argmax()))
     expected = model.tokenizer.decode(ids[3:])
     assert generated == expected
     options["until"] = [expected[2]]
