@@ -21,7 +21,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import muon2_optax as m2
-from benchmarks import models, record
+from benchmarks import models, record, timing
 from benchmarks.sharded import collectives, compile_step
 
 
@@ -48,7 +48,7 @@ class Contender:
         self.compile_s = time.perf_counter() - start
         self.moves = collectives(self.step.as_text())
 
-    def times(self, repeats: int, warm: int = 2) -> list[float]:
+    def times(self, repeats: int, chain: int) -> list[float]:
         rng = jax.jit(
             lambda key, shape: jax.random.normal(key, shape),
             static_argnums=1,
@@ -61,14 +61,7 @@ class Contender:
             return jnp.zeros(x.shape, x.dtype, device=x.sharding)
 
         params, state = jax.tree.map(zeros, (self.params, self.state))
-        taken = []
-        for _ in range(warm + repeats):
-            jax.block_until_ready((params, state))
-            start = time.perf_counter()
-            params, state = self.step(params, state, grads)
-            jax.block_until_ready(params)
-            taken.append(1e3 * (time.perf_counter() - start))
-        return taken[warm:]
+        return timing.of_step(self.step, params, state, grads, repeats, chain)
 
 
 def mesh_of(name: str) -> Mesh:
@@ -89,6 +82,7 @@ def main() -> None:
     parser.add_argument("--optimizers", default="muon2,muon2_f,optax.contrib.muon")
     parser.add_argument("--meshes", default="fsdp=1,fsdp=2", help="or fsdp=2xtensor=2")
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--chain", type=int, default=timing.CHAIN, help="steps each")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--commit", help="recorded where git is not there")
     parser.add_argument(
@@ -108,7 +102,7 @@ def main() -> None:
     taken: list[list[float]] = [[] for _ in made]
     for turn in range(args.turns):
         for times, (_, c) in zip(taken, made):
-            times += c.times(args.repeats)
+            times += c.times(args.repeats, args.chain)
             gc.collect()
         print(f"turn {turn + 1} of {args.turns}", flush=True)
     ms = [statistics.median(t) for t in taken]
@@ -128,7 +122,8 @@ def main() -> None:
                 "collectives": {k: n for k, (n, _) in c.moves.items()},
                 "mb_per_device": round(sum(b for _, b in c.moves.values()) / 1e6, 2),
                 "compile_s": round(c.compile_s, 1),
-                "steps": len(times),
+                "samples": len(times),
+                "chain": args.chain,
                 **record.environment(args.commit),
             }
         )

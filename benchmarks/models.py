@@ -23,6 +23,8 @@ def llama(width: int, hidden: int, layers: int) -> Matrices:
 
 MODELS: dict[str, Matrices] = {
     "tiny": llama(64, 160, 2),
+    # GPT-Small at half its width and a third of its layers: for CPUs.
+    "gpt_small_cpu": gpt(384, 4),
     "gpt_small": gpt(768, 12),
     "gpt_base": gpt(1024, 24),
     "gpt_large": gpt(1280, 36),

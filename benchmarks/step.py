@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 import muon2_optax as m2
-from benchmarks import models, record
+from benchmarks import models, record, timing
 
 OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon2 K=3": lambda: m2.muon2(0.02),
@@ -55,21 +55,14 @@ class JaxContender:
         memory = self.step.memory_analysis()
         self.temp_mb = getattr(memory, "temp_size_in_bytes", 0) / 1e6
 
-    def times(self, repeats: int, warm: int = 2) -> list[float]:
-        """Milliseconds of ``repeats`` steps on normal gradients."""
+    def times(self, repeats: int, chain: int) -> list[float]:
+        """Milliseconds of a step on normal gradients."""
         keys = jax.random.split(jax.random.key(0), len(self.shapes))
         draw = jax.jit(jax.random.normal, static_argnums=1)
         grads = {k: draw(key, s) for key, (k, s) in zip(keys, self.shapes.items())}
         params = {k: jnp.zeros(s) for k, s in self.shapes.items()}
         state = self.tx.init(params)
-        taken = []
-        for _ in range(warm + repeats):
-            jax.block_until_ready((params, state))
-            start = time.perf_counter()
-            params, state = self.step(params, state, grads)
-            jax.block_until_ready(params)
-            taken.append(1e3 * (time.perf_counter() - start))
-        return taken[warm:]
+        return timing.of_step(self.step, params, state, grads, repeats, chain)
 
 
 class TorchContender:
@@ -80,7 +73,7 @@ class TorchContender:
     def __init__(self, name: str, model: str, steps: int):
         self.name, self.model, self.steps = name, model, steps
 
-    def times(self, repeats: int, warm: int = 2) -> list[float]:
+    def times(self, repeats: int, chain: int) -> list[float]:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,18 +87,12 @@ class TorchContender:
                 params.append(p)
         tx = torch.optim.Muon(params, lr=0.02, ns_steps=self.steps)
         sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-        taken = []
-        for _ in range(warm + repeats):
-            sync()
-            start = time.perf_counter()
-            tx.step()
-            sync()
-            taken.append(1e3 * (time.perf_counter() - start))
+        taken = timing.milliseconds(tx.step, sync, repeats, chain)
         del params, tx
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-        return taken[warm:]
+        return taken
 
 
 def contenders(model: str, only: str | None) -> list[Any]:
@@ -129,7 +116,8 @@ def contenders(model: str, only: str | None) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama_1b", choices=sorted(models.MODELS))
-    parser.add_argument("--repeats", type=int, default=8, help="steps in one turn")
+    parser.add_argument("--repeats", type=int, default=8, help="samples in one turn")
+    parser.add_argument("--chain", type=int, default=timing.CHAIN, help="steps each")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", help="comma-separated names")
     parser.add_argument("--commit", help="recorded where git is not there")
@@ -142,7 +130,7 @@ def main() -> None:
     taken: dict[str, list[float]] = {c.name: [] for c in made}
     for turn in range(args.turns):
         for c in made:
-            taken[c.name] += c.times(args.repeats)
+            taken[c.name] += c.times(args.repeats, args.chain)
             gc.collect()
         print(f"turn {turn + 1} of {args.turns}", flush=True)
     environment = record.environment(args.commit)
@@ -153,7 +141,8 @@ def main() -> None:
             "optimizer": c.name,
             "ms": round(statistics.median(taken[c.name]), 3),
             "ms_min": round(min(taken[c.name]), 3),
-            "steps": len(taken[c.name]),
+            "samples": len(taken[c.name]),
+            "chain": args.chain,
             "compile_s": round(c.compile_s, 2),
             "temp_mb": round(c.temp_mb, 1),
             **environment,
