@@ -1,0 +1,93 @@
+"""A sweep runs every combination once and sums them up."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from examples import plot, sweep
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_a_sweep_and_its_continuation(
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    grid = ["--set", "learning_rate=0.01,0.04", "--set", "optimizer=adamw,muon"]
+    common = ["--", *tiny, "--data", str(text_path), "--steps", "6", "--log-every", "2"]
+    argv = [*grid, "--out", str(tmp_path / "sweep"), *common]
+
+    calls: list[str] = []
+    run = sweep._run
+
+    def counted(folder: Path, argv: list[str]) -> int:
+        calls.append(folder.name)
+        if len(calls) == 3:  # a signal in the third run
+            return 143
+        return run(folder, argv)
+
+    monkeypatch.setattr(sweep, "_run", counted)
+    assert sweep.main(argv) == 143
+    assert sweep.main(argv) == 0
+    assert len(calls) == 5 and len(set(calls)) == 4
+    summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert summary["varied"] == "learning_rate"
+    losses = {(r["row"], r["column"]): r["val_loss"] for r in summary["rows"]}
+    assert set(losses) == {(r, o) for r in (0.01, 0.04) for o in ("adamw", "muon")}
+    assert losses[0.01, "muon"] != losses[0.04, "muon"]
+    shown = capsys.readouterr().out
+    assert f"{losses[0.04, 'muon']:.4f}" in shown and "learning_rate" in shown
+    assert plot.main([str(tmp_path / "sweep")]) == 0
+    assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 1000
+
+
+def test_a_diverging_run_is_a_dash_and_the_others_go_on(
+    text_path: Path, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--set", "learning-rate=1e30,0.01", "--out", str(tmp_path), "--", *tiny]
+    argv += ["--data", str(text_path), "--steps", "8", "--optimizer", "adamw"]
+    assert sweep.main([*argv, "--max-bad-steps", "2"]) == 1
+    summary = json.loads((tmp_path / "sweep.json").read_text())
+    codes = [(r["exit_code"], r["val_loss"] is None) for r in summary["rows"]]
+    assert codes == [(1, True), (0, False)]
+    assert "1e+30" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "--set"),
+        (["--set", "no_such=1"], "no option 'no_such'"),
+        (["--set", "steps="], "no values"),
+        (["--set", "out=a,b"], "no option 'out'"),
+        (["--set", "steps=5,many"], "many"),
+        (["--set", "optimizer=muon,sgd9"], "sgd9"),
+    ],
+)
+def test_bad_sweeps_end_before_the_first_run(
+    argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep.main([*argv, "--out", str(tmp_path / "sweep")]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_flags_and_folders() -> None:
+    setting = {"nesterov": "true", "optimizer": "muon+muon2", "mesh": "fsdp=2"}
+    assert sweep._flags(setting) == [
+        *("--nesterov", "--optimizer", "muon,muon2", "--mesh", "fsdp=2")
+    ]
+    assert sweep._flags({"nesterov": "false"}) == ["--no-nesterov"]
+    assert "/" not in sweep.folder_name({"data": "a/b"})
