@@ -183,6 +183,8 @@ def _plan(model: ModelConfig, optim: OptimConfig, plan: PlanConfig) -> None:
         f"{config.run.batch_size} x {model.seq_len} tokens a step, {model.dtype}, "
         f"remat {model.remat}, for {mesh.devices.flat[0].device_kind}"
     )
+    if mesh.devices.flat[0].platform == "cpu" and model.dtype != "float32":
+        print("CPUs compute bfloat16 in float32: temporaries and traffic are too high")
     for name in optim.names():
         row = footprint.measure(config, name, vocab_size, mesh, plan.state_dtype)
         _write(plan, row)

@@ -28,7 +28,7 @@ class FeedForward(nnx.Module):
         dim, hidden, dtype = config.dim, config.hidden, jnp.dtype(config.dtype)
         gain = layers.out_gain(config)
         self.up = Linear(dim, hidden, dtype, rngs, bias=True)
-        self.down = Linear(hidden, dim, dtype, rngs, gain=gain, bias=True)
+        self.down = Linear(hidden, dim, dtype, rngs, gain=gain, bias=True, split="in")
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         h_BxLxF = nnx.gelu(self.up(x_BxLxD), approximate=True)

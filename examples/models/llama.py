@@ -19,7 +19,8 @@ class FeedForward(nnx.Module):
         dim, hidden, dtype = config.dim, config.hidden, jnp.dtype(config.dtype)
         self.gate = Linear(dim, hidden, dtype, rngs)
         self.up = Linear(dim, hidden, dtype, rngs)
-        self.down = Linear(hidden, dim, dtype, rngs, gain=layers.out_gain(config))
+        gain = layers.out_gain(config)
+        self.down = Linear(hidden, dim, dtype, rngs, gain=gain, split="in")
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         h_BxLxF = nnx.silu(self.gate(x_BxLxD)) * self.up(x_BxLxD)

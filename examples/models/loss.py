@@ -17,7 +17,9 @@ def padded(w_DxV: jax.Array) -> jax.Array:
     """The head with columns of zeros up to a width that hardware likes."""
     missing = -w_DxV.shape[1] % _MULTIPLE
     wide = w_DxV.shape[1] > _MULTIPLE  # small ones are for tests and CPUs
-    return jnp.pad(w_DxV, ((0, 0), (0, missing))) if missing and wide else w_DxV
+    if missing and wide:
+        w_DxV = jnp.pad(w_DxV, ((0, 0), (0, missing)))
+    return constrain(w_DxV, None, "tensor")
 
 
 def product(x_BxLxD: jax.Array, w_DxW: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from examples.mesh import BATCH, constrain, on_mesh
 from examples.models import layers
@@ -123,20 +124,26 @@ class Experts(nnx.Module):
         self.up = nnx.Param(init_up(rngs.params(), up, jnp.float32))
         self.down = nnx.Param(init_down(rngs.params(), down, jnp.float32))
 
+    def weights(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Both stacks in the compute dtype, gathered after rounding."""
+        up = constrain(self.up[...].astype(dtype), "expert", None, "tensor")
+        down = constrain(self.down[...].astype(dtype), "expert", "tensor", None)
+        return up, down
+
     def ragged(self, x_NxD: jax.Array, size_E: jax.Array) -> jax.Array:
         """Tokens that are ordered by expert, of which `size_E` go to each."""
-        up, down = self.up[...].astype(x_NxD.dtype), self.down[...].astype(x_NxD.dtype)
-        h_NxF = nnx.gelu(jax.lax.ragged_dot(x_NxD, up, size_E))
-        return jax.lax.ragged_dot(h_NxF, down, size_E)
+        up_ExDxF, down_ExFxD = self.weights(x_NxD.dtype)
+        h_NxF = nnx.gelu(jax.lax.ragged_dot(x_NxD, up_ExDxF, size_E))
+        return jax.lax.ragged_dot(h_NxF, down_ExFxD, size_E)
 
     def stacked(self, x_BxExCxD: jax.Array) -> jax.Array:
         """Tokens at the places of each expert."""
-        dtype = x_BxExCxD.dtype
+        up_ExDxF, down_ExFxD = self.weights(x_BxExCxD.dtype)
         x_BxExCxD = constrain(x_BxExCxD, _ROWS, "expert", None, None)
-        h = jnp.einsum("becd,edf->becf", x_BxExCxD, self.up[...].astype(dtype))
-        h_BxExCxF = nnx.gelu(constrain(h, _ROWS, "expert", None, "tensor"))
-        y = jnp.einsum("becf,efd->becd", h_BxExCxF, self.down[...].astype(dtype))
-        return constrain(y, _ROWS, "expert", None, None)
+        h_BxExCxF = jnp.einsum("becd,edf->becf", x_BxExCxD, up_ExDxF)
+        h_BxExCxF = nnx.gelu(constrain(h_BxExCxF, _ROWS, "expert", None, "tensor"))
+        y_BxExCxD = jnp.einsum("becf,efd->becd", h_BxExCxF, down_ExFxD)
+        return constrain(y_BxExCxD, _ROWS, "expert", None, None)
 
 
 class Mixture(nnx.Module):
