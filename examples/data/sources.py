@@ -69,16 +69,25 @@ class HubStream:
 
     def documents(self, skip: int) -> Iterator[Document]:
         """All documents but the first `skip`; blank ones are left out."""
-        for number, record in enumerate(self._records.skip(skip), start=skip + 1):
-            text = record.get(self._field)
-            if not isinstance(text, str):
-                raise UserError(
-                    f"{self.name}, record {number}: no text in --text-field "
-                    f"{self._field} (fields: {', '.join(record)})"
-                )
-            try:
-                raw = text.encode("utf-8")
-            except UnicodeEncodeError:
-                place = f"{self.name}, record {number}"
-                raise UserError(f"{place}: lone surrogate in the text") from None
-            yield None if raw.strip() else "out", raw
+        number = skip
+        try:
+            for number, record in enumerate(self._records.skip(skip), start=skip + 1):
+                yield self._document(f"{self.name}, record {number}", record)
+        except UserError:
+            raise
+        except Exception as error:  # of whichever library lost the connection
+            place = f"{self.name}, after record {number}"
+            raise UserError(f"{place}: {error}; the same command goes on") from None
+
+    def _document(self, place: str, record: dict[str, Any]) -> Document:
+        text = record.get(self._field)
+        if not isinstance(text, str):
+            raise UserError(
+                f"{place}: no text in --text-field {self._field} "
+                f"(fields: {', '.join(record)})"
+            )
+        try:
+            raw = text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{place}: lone surrogate in the text") from None
+        return (None if raw.strip() else "out"), raw

@@ -23,6 +23,9 @@ from examples.flags import UserError
 # function, where a closure would make them constants.
 LogitsFn = Callable[[jax.Array, jax.Array], jax.Array]
 
+# A scored position counts as much as these tokens: with a vocabulary of 50,000 its
+# logits take 200 kB.
+_LOGITS_COST = 16
 _SHORTEST = 32, 8  # padded lengths of texts, and of what is scored of them
 
 
@@ -126,7 +129,7 @@ def score(
             groups[size, scored].append(_Window(number, tokens, len(ids)))
     sums, greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
     for (size, scored), group in sorted(groups.items(), reverse=True):
-        rows = max(1, batch_tokens // size)
+        rows = max(1, batch_tokens // max(size, _LOGITS_COST * scored))
         for first in range(0, len(group), rows):
             part = group[first : first + rows]
             tokens_BxM = np.zeros((rows, size + 1), np.int32)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,8 +190,15 @@ def test_the_hub_loader_on_local_files(run: Run, text: Path, tmp_path: Path) -> 
 
 
 class _Records(list):
-    def skip(self, count: int) -> list[dict[str, Any]]:
-        return self[count:]
+    """A stream that may break."""
+
+    end = 10_000
+
+    def skip(self, count: int) -> Iterator[dict[str, Any]]:
+        for record in self[count : self.end]:
+            yield record
+        if self.end < len(self):
+            raise ConnectionError("no route to host")
 
 
 def test_a_stopped_stream_goes_on(
@@ -207,6 +214,10 @@ def test_a_stopped_stream_goes_on(
     code, said = run(*argv, "--out", tmp_path / "out")
     assert code == 2 and "some/set small train, record 301: no text" in said
     records[300] = {"text": DOCUMENTS[299]}
+    records.end = 350
+    code, said = run(*argv, "--out", tmp_path / "out")
+    assert code == 2 and "after record 350: no route to host; the same" in said
+    records.end = 10_000
     code, said = run(*argv, "--out", tmp_path / "out")
     assert code == 0 and "going on after" in said
     assert content(tmp_path / "out") == content(tmp_path / "whole")
