@@ -195,8 +195,7 @@ class _Records(list):
     end = 10_000
 
     def skip(self, count: int) -> Iterator[dict[str, Any]]:
-        for record in self[count : self.end]:
-            yield record
+        yield from self[count : self.end]
         if self.end < len(self):
             raise ConnectionError("no route to host")
 
