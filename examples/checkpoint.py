@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from examples import optim
-from examples.config import Config, stored_settings
+from examples.config import Config
 from examples.flags import UserError
+from examples.folder import stored_settings
 from examples.mesh import make_mesh
 from examples.state import TrainState, abstract_params, make_model
 

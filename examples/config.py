@@ -38,9 +38,7 @@ class OptimConfig:
     )
     warmup_steps: int = option(15, "steps of linear warm-up")
     decay_fraction: float = option(0.2, "part of all steps in which wsd decays")
-    final_lr_fraction: float = option(
-        0.1, "cosine and wsd end at this part of the peak"
-    )
+    final_lr_fraction: float = option(0.1, "where cosine and wsd end, of the peak")
     clip_norm: float = option(1.0, "clip the global gradient norm here (0: never)")
     weight_decay: float = option(0.0, "decoupled weight decay of the matrices")
     adam_weight_decay: float = option(
@@ -61,9 +59,9 @@ class OptimConfig:
         check(bool(self.names()), "--optimizer names no optimizer")
         for name in ("learning_rate", "adam_learning_rate"):
             check_range(self, name, 0, open_low=True)
-        for name in ("warmup_steps", "clip_norm", "weight_decay", "eps"):
+        decays = ("weight_decay", "adam_weight_decay")
+        for name in ("warmup_steps", "clip_norm", "eps", *decays):
             check_range(self, name, 0)
-        check_range(self, "adam_weight_decay", 0)
         for name in ("b1", "b2", "final_lr_fraction", "decay_fraction"):
             check_range(self, name, 0, 1)
         check_range(self, "ns_steps", 1, 100)
@@ -103,7 +101,7 @@ class RunConfig:
     log_every: int = option(5, "steps between training records in the JSONL")
     seed: int = option(0, "seed of the initial parameters and of the data order")
     compile_cache: str | None = option(
-        None, "folder that keeps compiled programs for the next start"
+        None, "folder of compiled programs, for the next start"
     )
     tensorboard: bool = option(False, "also write TensorBoard files (tensorboardX)")
     wandb: bool = option(False, "also report to Weights & Biases (wandb)")
@@ -112,9 +110,9 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "eval_every", "log_every"):
+        every = ("eval_every", "log_every", "max_bad_steps")
+        for name in ("steps", "batch_size", "accumulate", *every):
             check_range(self, name, 1)
-        check_range(self, "max_bad_steps", 1)
         for name in ("eval_tokens", "z_loss", "loss_chunks"):
             check_range(self, name, 0)
         check_range(self, "ema", 0, 0.999_999)
@@ -178,12 +176,9 @@ class Config:
         sections = {}
         for name, section in SECTIONS.items():
             known = {field.name for field in dataclasses.fields(section)}
-            values = {
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in content.get(name, {}).items()
-                if key in known
-            }
-            sections[name] = section(**values)
+            values = {k: v for k, v in content.get(name, {}).items() if k in known}
+            tuples = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+            sections[name] = section(**(values | tuples))
         return cls(**sections)
 
     def flat(self) -> dict[str, Any]:
@@ -204,17 +199,6 @@ SECTIONS: dict[str, type] = {
 }
 
 
-def stored_settings(folder: Path) -> dict[str, Any]:
-    """What `config.json` of a run says; `UserError` if it cannot be read."""
-    path = folder / SETTINGS_FILE
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no run there (no {SETTINGS_FILE})") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: unreadable ({error})") from None
-
-
 def check_unchanged(old: Config, new: Config) -> None:
     """Name the options that a continued run must not change, if they differ."""
     before, after = old.flat(), new.flat()
@@ -231,31 +215,35 @@ def check_unchanged(old: Config, new: Config) -> None:
     )
 
 
+def _read(
+    argv: Sequence[str] | None, defaults: Mapping[str, Any] | None = None
+) -> Config:
+    sections = flags.parse(
+        SECTIONS,
+        argv,
+        prog="python -m examples.pretrain",
+        description="Train a language model on real text and compare optimizers.",
+        defaults=defaults,
+    )
+    return Config(**sections)
+
+
 def parse(argv: Sequence[str] | None = None) -> Config:
     """Read the command line; raises `UserError` with one line for a bad option.
 
     When a run is continued, options that are not given are those of its start.
     """
-
-    def read(defaults: Mapping[str, Any] | None = None) -> Config:
-        sections = flags.parse(
-            SECTIONS,
-            argv,
-            prog="python -m examples.pretrain",
-            description="Train a language model on real text and compare optimizers.",
-            defaults=defaults,
-        )
-        return Config(**sections)
-
-    config = read()
+    config = _read(argv)
     if config.save.resume == "no":
         return config
     if config.run.out is None:
         raise UserError("--resume needs --out, the folder of the run")
+    from examples.folder import stored_settings  # which imports this module
+
     folder = Path(config.run.out)
     if config.save.resume == "auto" and not (folder / SETTINGS_FILE).exists():
         return config
     old = Config.from_dict(stored_settings(folder)["config"])
-    config = read(old.flat() | {"resume": config.save.resume})
+    config = _read(argv, old.flat() | {"resume": config.save.resume})
     check_unchanged(old, config)
     return config

@@ -65,18 +65,34 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         raise UserError(f"--out {folder}: {error.strerror}") from None
 
 
+def stored_settings(folder: Path) -> dict[str, Any]:
+    """What `config.json` of a run says; `UserError` if it cannot be read."""
+    path = folder / SETTINGS_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no run there (no {SETTINGS_FILE})") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: unreadable ({error})") from None
+
+
 def store_settings(
-    folder: Path, config: Config, vocab_size: int, text_digest: str
+    folder: Path, config: Config, vocab_size: int, text_digest: str, *, write: bool
 ) -> None:
-    """Write `config.json`; the text of a run that goes on must be what it was."""
+    """Write `config.json`; the text of a run that goes on must be what it was.
+
+    All processes of a run check it, one may write.
+    """
     path = folder / SETTINGS_FILE
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))["text"]
+        before = stored_settings(folder)["text"]
         if before != text_digest:
             raise UserError(
                 f"--resume {folder}: the text differs (hash {before}, now "
                 f"{text_digest}); give the --data that the run began with"
             )
+    if not write:
+        return
     content = {
         "config": config.as_dict(),
         "vocab_size": vocab_size,

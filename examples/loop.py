@@ -1,6 +1,5 @@
 """Train one optimizer: steps, validations and checkpoints in their order."""
 
-import dataclasses
 import math
 import time
 from collections import deque
@@ -10,15 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
 
 from examples import checkpoint, hardware, optim, step
 from examples import state as states
-from examples.config import Config
-from examples.data import loader
 from examples.data.prefetch import Prefetch
 from examples.models import flops_per_token
 from examples.report import Report, Result, perplexity
+from examples.setup import Setup, evaluate, place
 from examples.signals import Interrupted, Signals
 
 # Steps that may be under way while their losses are still unread. Reading the loss of
@@ -28,22 +25,6 @@ _STEPS_AHEAD = 2
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; shown as one line, exit code 1."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What all optimizers share: data, devices, model and compiled functions."""
-
-    config: Config
-    data: loader.Dataset
-    mesh: Mesh
-    batch_sharding: NamedSharding
-    graphdef: Any
-    init: Callable[[jax.Array], Any]
-    params: Any  # shapes and shardings
-    chunks: int
-    eval_step: Callable[[Any, Any, Any], jax.Array]
-    val: list[tuple[jax.Array, jax.Array]]
 
 
 class _Clock:
@@ -62,27 +43,6 @@ class _Clock:
 
     def seconds(self) -> float:
         return self._total + time.perf_counter() - self._since
-
-
-def place(rows: np.ndarray, sharding: NamedSharding, count: int) -> jax.Array:
-    """A global array of `count` rows, of which this process has `rows`."""
-    shape = (count, *rows.shape[1:])
-    return jax.make_array_from_process_local_data(sharding, rows, shape)
-
-
-def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> slice:
-    """The rows of a global batch that this process feeds."""
-    places = sharding.addressable_devices_indices_map(shape).values()
-    spans = [index[0].indices(shape[0]) for index in places if index is not None]
-    return slice(min(span[0] for span in spans), max(span[1] for span in spans))
-
-
-def evaluate(setup: Setup, params: Any) -> tuple[float, float]:
-    """Mean loss per validation token (nats) and bits per byte of validation text."""
-    val = setup.data.val
-    sums = [setup.eval_step(params, tokens, weight) for tokens, weight in setup.val]
-    total = math.fsum(float(value) for value in sums)
-    return total / val.tokens, total / math.log(2) / max(1, val.bytes)
 
 
 class Training:
@@ -128,17 +88,18 @@ class Training:
             state = states.initial_state(self._setup.init, transform, abstract, key)
         name, first = self._plan.name, int(state.step)
 
+        # A run killed between its last step and its result evaluates once more.
+        again = "eval" if first == self._run.steps else ""
+
         def keep(record: dict[str, Any]) -> bool:
-            mine = record.get("optimizer") == name
-            later = record["kind"] == "result" or record.get("step", 0) > first
-            return not (mine and later)
+            if record.get("optimizer") != name or record["kind"] == "result":
+                return record.get("optimizer") != name
+            step = record["step"]
+            return step < first or (step == first and record["kind"] != again)
 
         records = self._report.rewind(keep)
         mine = [r for r in records if r.get("optimizer") == name]
         times = [r["seconds"] for r in mine if r["kind"] == "train"]
-        losses = [r for r in mine if r["kind"] == "eval" and r["step"] == first]
-        if losses:
-            self._val_loss, self._bits = losses[-1]["loss"], losses[-1]["bits_per_byte"]
         self._clock = _Clock(max(times, default=0.0))
         self._trained = self._clock.seconds()
         self._mark = (first, self._trained)
@@ -234,12 +195,8 @@ class Training:
         run, first = self._run, int(state.step)
         every = self._save_options.save_every
         sharding = self._setup.batch_sharding
-        rows = local_rows(sharding, (run.batch_size, 1))
-        train = self._setup.data.train
-        batches = (train.at(number, rows) for number in range(first, run.steps))
-        number = first
         try:
-            with Prefetch(batches) as ready:
+            with Prefetch(self._setup.batches(first)) as ready:
                 for number, batch in enumerate(ready, first + 1):
                     tokens_BxM = place(batch, sharding, run.batch_size)
                     state, metrics = compiled(state, tokens_BxM)
@@ -268,13 +225,12 @@ class Training:
         abstract, compiled = self._compile()
         state = self._start(abstract)
         # At once: computing a rate between steps would wait for the steps under way.
-        steps = np.arange(self._run.steps)
-        self._rates = np.asarray(jax.vmap(self._plan.schedule)(steps))
+        self._rates = self._plan.rates(self._run.steps)
         compile_seconds = time.perf_counter() - self._begin
         self._clock.resume()
         first = int(state.step)
         state = self._steps(state, compiled)
-        if math.isnan(self._val_loss):  # killed between its last step and its result
+        if first == self._run.steps:
             self._evaluate(first, state)
         return Result(
             optimizer=self._plan.name,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 import muon2_optax as m2
@@ -107,6 +108,10 @@ class Plan:
     nesterov: bool | None
     transform: optax.GradientTransformation
     schedule: optax.Schedule
+
+    def rates(self, steps: int) -> np.ndarray:
+        """The learning rate of every step, on the host."""
+        return np.asarray(jax.vmap(self.schedule)(np.arange(steps)))
 
 
 def _select(config: OptimConfig) -> list[str]:

@@ -1,5 +1,6 @@
 """What a run shows and keeps: JSONL records, a progress bar, a closing table."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -67,8 +68,7 @@ def _numbers(numbers: Mapping[str, float | None]) -> str:
         ("skipped", "  skipped {:.0f}"),
     )
     for key, form in shown:
-        value = numbers.get(key)
-        if value:
+        if value := numbers.get(key):
             text += form.format(value)
     return text
 
@@ -123,11 +123,9 @@ class Report:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
+        with contextlib.suppress(UserError):  # what stopped the run matters more
             if kind is not None:
                 self.record("stopped", reason=str(error) or kind.__name__)
-        except UserError:
-            pass  # the disk is full: what stopped the run matters more
         self._bar.stop()
         self._file.close()
 

@@ -8,64 +8,17 @@ from pathlib import Path
 import jax
 
 import muon2_optax as m2
-from examples import hardware, optim, plot, step
-from examples import state as states
+from examples import hardware, optim, plot
 from examples.checkpoint import CHECKPOINT_FOLDER, Store
 from examples.config import Config
 from examples.data import loader
 from examples.flags import UserError
 from examples.folder import METRICS_FILE, claim_folder, read_metrics, store_settings
-from examples.loop import Setup, Training, local_rows, place
-from examples.mesh import batch_sharding, make_mesh
+from examples.loop import Training
 from examples.models import active_parameter_count, matrix_rules, parameter_count
 from examples.report import Report, Result
+from examples.setup import Setup, prepare
 from examples.signals import Signals
-
-
-def _check_divisions(config: Config, mesh: jax.sharding.Mesh) -> None:
-    sharding, run = batch_sharding(mesh), config.run
-    size = run.batch_size // run.accumulate
-    groups = mesh.size // sharding.shard_shape((mesh.size, 1))[0]
-    if run.loss_chunks and config.model.seq_len % run.loss_chunks:
-        raise UserError(
-            f"--loss-chunks {run.loss_chunks} does not divide "
-            f"--seq-len {config.model.seq_len}"
-        )
-    if size % groups:
-        raise UserError(
-            f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size} "
-            f"rows cannot be divided over the {groups} parts of --mesh {run.mesh}"
-        )
-
-
-def prepare(config: Config, data: loader.Dataset) -> Setup:
-    """Build and compile what all optimizers share, so that none is charged for it."""
-    mesh = make_mesh(config.run.mesh)
-    _check_divisions(config, mesh)
-    sharding, count = batch_sharding(mesh), config.run.batch_size
-    rows = local_rows(sharding, (count, 1))
-    val = [
-        (place(tokens[rows], sharding, count), place(weight[rows], sharding, count))
-        for tokens, weight in data.val.batches
-    ]
-    with jax.set_mesh(mesh):
-        vocab_size = data.tokenizer.vocab_size
-        graphdef, init = states.make_model(config.model, vocab_size)
-        params = states.abstract_params(init, mesh)
-        whole = step.loss_chunks(config, vocab_size, mesh, parts=1)
-        eval_step = step.make_eval_step(graphdef, whole).lower(params, *val[0])
-        return Setup(
-            config=config,
-            data=data,
-            mesh=mesh,
-            batch_sharding=sharding,
-            graphdef=graphdef,
-            init=init,
-            params=params,
-            chunks=step.loss_chunks(config, vocab_size, mesh, config.run.accumulate),
-            eval_step=eval_step.compile(),
-            val=val,
-        )
 
 
 def _describe(setup: Setup, report: Report) -> None:
@@ -138,7 +91,13 @@ def run(config: Config) -> list[Result]:
     data = loader.load(config)
     folder = claim_folder(config)
     setup = prepare(config, data)
-    store_settings(folder, config, data.tokenizer.vocab_size, data.about.digest)
+    store_settings(
+        folder,
+        config,
+        data.tokenizer.vocab_size,
+        data.about.digest,
+        write=jax.process_index() == 0,
+    )
     rules = matrix_rules(config.model)
     shardings = m2.Shardings.of(setup.params) if setup.mesh.size > 1 else None
     plans = optim.plans(

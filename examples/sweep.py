@@ -96,7 +96,7 @@ def summarize(
         name = folder_name(setting)
         others = {k: v for k, v in setting.items() if k not in (row_key, "optimizer")}
         suffix = "".join(f" {k}={v}" for k, v in others.items())
-        found = _results(out / name)
+        found: list[dict[str, Any]] = _results(out / name)
         if not found:
             method = setting.get("optimizer", "all")
             found = [{"optimizer": method, "val_loss": None, "perplexity": None}]

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,11 +32,13 @@ class Runs:
     def __init__(self, root: Path, argv: list[str]):
         self.root, self.argv = root, argv
 
-    def start(self, folder: Path, *more: str) -> subprocess.Popen[str]:
+    def start(
+        self, folder: Path, *more: str, settings: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "examples.pretrain", *self.argv]
         command += ["--resume", "auto", "--out", str(folder), *more]
         # One device, and no optimizations: compiling takes most of such a short run.
-        settings = {
+        quick = {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -42,7 +46,7 @@ class Runs:
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | settings,
+            env=os.environ | quick | (settings or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -151,3 +155,47 @@ def test_a_signal_saves_and_a_finished_run_is_left_alone(runs: Runs) -> None:
     assert (folder / "checkpoints" / "muon2" / "120").stat().st_mtime_ns == before
     assert len(records(folder, "result")) == 1
     assert json.loads((folder / "config.json").read_text())["config"]["run"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_and_save_together(runs: Runs) -> None:
+    """Each feeds its rows; a signal to either of them ends both with a checkpoint."""
+    alone, folder = runs.root / "alone", runs.root / "together"
+    steps = ("--steps", "12", "--save-every", "4")
+    runs.finish(alone, *steps)
+
+    def both(*more: str) -> list[subprocess.Popen[str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        found = []
+        for rank in ("0", "1"):
+            # What Open MPI's launcher sets, which JAX knows how to read.
+            launcher = {
+                "OMPI_MCA_orte_hnp_uri": f"1531576320.0;tcp://127.0.0.1:{port}",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_RANK": rank,
+                "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+            }
+            argv = ("--distributed", "--mesh", "fsdp=2", *more)
+            found.append(runs.start(folder, *argv, settings=launcher))
+        return found
+
+    processes = both("--steps", "3000", "--save-every", "0")
+    wait_for(lambda: last_step(folder) > 3, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 143, err
+    (saved,) = (folder / "checkpoints" / "muon2").iterdir()
+    assert int(saved.name) >= 3
+
+    shutil.rmtree(folder)
+    for process in both(*steps):
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    together, single = records(folder, "train"), records(alone, "train")
+    assert [r["step"] for r in together] == [r["step"] for r in single]
+    np.testing.assert_allclose(
+        [r["loss"] for r in together], [r["loss"] for r in single], rtol=1e-4
+    )
