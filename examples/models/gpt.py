@@ -7,18 +7,9 @@ from flax import nnx
 from examples.flags import UserError
 from examples.mesh import BATCH, constrain
 from examples.models import layers
+from examples.models.attention import Attention
 from examples.models.config import ModelConfig
-from examples.models.layers import Attention, Linear
-
-
-def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.dim,
-        epsilon=1e-5,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.float32,
-        rngs=rngs,
-    )
+from examples.models.layers import Linear
 
 
 class FeedForward(nnx.Module):
@@ -31,7 +22,7 @@ class FeedForward(nnx.Module):
         self.down = Linear(hidden, dim, dtype, rngs, gain=gain, bias=True, split="in")
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        h_BxLxF = nnx.gelu(self.up(x_BxLxD), approximate=True)
+        h_BxLxF = layers.gelu(self.up(x_BxLxD))
         return self.down(constrain(h_BxLxF, BATCH, None, "tensor"))
 
 
@@ -39,9 +30,9 @@ class Block(nnx.Module):
     """Pre-norm residual block: attention, then feed-forward."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config, rngs)
+        self.attention_norm = layers.LayerNorm(config)
         self.attention = Attention(config, rngs, bias=True)
-        self.mlp_norm = _norm(config, rngs)
+        self.mlp_norm = layers.LayerNorm(config)
         self.mlp = FeedForward(config, rngs)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +51,7 @@ class Gpt(layers.Decoder):
         init = nnx.initializers.normal(layers.OUTER_STD)
         self.position_table = nnx.Param(init(rngs.params(), shape, jnp.float32))
         self.blocks = layers.make_blocks(config, lambda rngs: Block(config, rngs), rngs)
-        self.final_norm = _norm(config, rngs)
+        self.final_norm = layers.LayerNorm(config)
 
     def features(self, tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
         length = tokens_BxL.shape[1]

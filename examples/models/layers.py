@@ -1,7 +1,7 @@
-"""What the decoders have in common: linear maps, norms, attention, stacks of blocks.
+"""What the decoders have in common: linear maps, norms, the head, stacks of blocks.
 
-Arrays carry their axes in their names: B batch, L length, D model width, H heads,
-K width of one head, F feed-forward width, V vocabulary; N stands for layers.
+Arrays carry their axes in their names: B batch, L length, D model width,
+F feed-forward width, V vocabulary, N layers.
 """
 
 from collections.abc import Callable
@@ -57,14 +57,52 @@ class Linear(nnx.Module):
         return y + jnp.broadcast_to(bias, y.shape)
 
 
-def rms_norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(
-        config.dim,
-        epsilon=1e-5,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.float32,
-        rngs=rngs,
-    )
+# Recomputed in the backward pass, like the activations below: their intermediate
+# values, several times as wide as what goes in, would be most of what a step keeps.
+@jax.checkpoint
+def normalize(
+    x_BxLxD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None
+) -> jax.Array:
+    """RMSNorm, or LayerNorm where there is a bias; in float32."""
+    y_BxLxD = x_BxLxD.astype(jnp.float32)
+    if bias_D is not None:
+        y_BxLxD -= y_BxLxD.mean(axis=-1, keepdims=True)
+    square_BxLx1 = jnp.square(y_BxLxD).mean(axis=-1, keepdims=True)
+    y_BxLxD *= jax.lax.rsqrt(square_BxLx1 + 1e-5) * scale_D[None, None]
+    if bias_D is not None:
+        y_BxLxD += bias_D[None, None]
+    return y_BxLxD.astype(x_BxLxD.dtype)
+
+
+class RmsNorm(nnx.Module):
+    """Divides by the root of the mean square, and scales."""
+
+    def __init__(self, config: ModelConfig):
+        self.scale = nnx.Param(jnp.ones(config.dim, jnp.float32))
+
+    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
+        return normalize(x_BxLxD, self.scale[...], None)
+
+
+class LayerNorm(nnx.Module):
+    """Subtracts the mean, divides by the deviation, scales and shifts."""
+
+    def __init__(self, config: ModelConfig):
+        self.scale = nnx.Param(jnp.ones(config.dim, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(config.dim, jnp.float32))
+
+    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
+        return normalize(x_BxLxD, self.scale[...], self.bias[...])
+
+
+@jax.checkpoint
+def swiglu(gate_BxLxF: jax.Array, up_BxLxF: jax.Array) -> jax.Array:
+    return nnx.silu(gate_BxLxF) * up_BxLxF
+
+
+@jax.checkpoint
+def gelu(x: jax.Array) -> jax.Array:
+    return nnx.gelu(x, approximate=True)
 
 
 class Embedding(nnx.Module):
@@ -125,105 +163,6 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         return self.logits(self.features(tokens_BxL)[0])
-
-
-Rotation = tuple[jax.Array, jax.Array]
-
-
-def rotation(length: int, width: int, theta: float) -> Rotation:
-    """Cosines and sines (1, L, 1, K / 2) of each position's angles, in float32."""
-    half = width // 2
-    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_LxK = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_K[None, :]
-    angle_1xLx1xK = angle_LxK[None, :, None, :]
-    return jnp.cos(angle_1xLx1xK), jnp.sin(angle_1xLx1xK)
-
-
-def rotate(x_BxLxHxK: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotate the two halves of each head by an angle proportional to the position.
-
-    In float32, since angles grow with the position; between a load and a store of 16
-    bits, which is where the compiler leaves it.
-    """
-    cos_1xLx1xK, sin_1xLx1xK = rotation
-    a, b = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate(
-        [a * cos_1xLx1xK - b * sin_1xLx1xK, a * sin_1xLx1xK + b * cos_1xLx1xK], axis=-1
-    )
-    return rotated.astype(x_BxLxHxK.dtype)
-
-
-def _kernel(config: ModelConfig) -> Literal["xla", "cudnn"]:
-    """The attention kernel for `--attention`; cuDNN has limits that XLA has not."""
-    if config.attention != "auto":
-        return config.attention
-    width = config.dim // config.heads
-    gpu = jax.default_backend() == "gpu" and config.dtype == "bfloat16"
-    return "cudnn" if gpu and width <= 128 and width % 8 == 0 else "xla"
-
-
-# Queries that XLA's attention takes at a time. More than twice as many come in chunks,
-# whose scores are computed once more in the backward pass instead of being kept.
-_QUERIES = 512
-
-
-def attention(
-    config: ModelConfig,
-    q_BxLxHxK: jax.Array,
-    k_BxLxHxK: jax.Array,
-    v_BxLxHxK: jax.Array,
-) -> jax.Array:
-    """Causal attention by the kernel of `--attention`."""
-    length, kernel = q_BxLxHxK.shape[1], _kernel(config)
-    if kernel == "cudnn" or length <= 2 * _QUERIES or length % _QUERIES:
-        return jax.nn.dot_product_attention(
-            q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation=kernel
-        )
-
-    @jax.checkpoint
-    def chunk(q_BxCxHxK: jax.Array, first: jax.Array) -> jax.Array:
-        row_C = first + jnp.arange(_QUERIES)
-        mask_1x1xCxL = (row_C[:, None] >= jnp.arange(length)[None, :])[None, None]
-        return jax.nn.dot_product_attention(
-            q_BxCxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask_1x1xCxL, implementation="xla"
-        )
-
-    batch, _, heads, width = q_BxLxHxK.shape
-    shape = (batch, -1, _QUERIES, heads, width)
-    chunks_NxBxCxHxK = q_BxLxHxK.reshape(shape).swapaxes(0, 1)
-    firsts_N = jnp.arange(0, length, _QUERIES)
-    o_NxBxCxHxK = jax.lax.map(lambda part: chunk(*part), (chunks_NxBxCxHxK, firsts_N))
-    return o_NxBxCxHxK.swapaxes(0, 1).reshape(q_BxLxHxK.shape)
-
-
-class Attention(nnx.Module):
-    """Causal multi-head self-attention, with rotary positions where given."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, bias: bool = False):
-        dim, dtype = config.dim, jnp.dtype(config.dtype)
-        self.config = config
-        self.query = Linear(dim, dim, dtype, rngs, bias=bias)
-        self.key = Linear(dim, dim, dtype, rngs, bias=bias)
-        self.value = Linear(dim, dim, dtype, rngs, bias=bias)
-        self.out = Linear(
-            dim, dim, dtype, rngs, gain=out_gain(config), bias=bias, split="in"
-        )
-
-    def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> jax.Array:
-        batch, length, dim = x_BxLxD.shape
-        heads = self.config.heads
-
-        def split(y_BxLxD: jax.Array) -> jax.Array:
-            y_BxLxHxK = y_BxLxD.reshape(batch, length, heads, dim // heads)
-            return constrain(y_BxLxHxK, BATCH, None, "tensor", None)
-
-        maps = (self.query, self.key, self.value)
-        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (split(m(x_BxLxD)) for m in maps)
-        if rotation is not None:
-            q_BxLxHxK = rotate(q_BxLxHxK, rotation)
-            k_BxLxHxK = rotate(k_BxLxHxK, rotation)
-        o_BxLxHxK = attention(self.config, q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
-        return self.out(o_BxLxHxK.reshape(batch, length, dim))
 
 
 def make_blocks(

@@ -8,8 +8,9 @@ from flax import nnx
 
 from examples.mesh import BATCH, constrain
 from examples.models import layers
+from examples.models.attention import Attention, Rotation, rotation
 from examples.models.config import ModelConfig
-from examples.models.layers import Attention, Linear
+from examples.models.layers import Linear
 
 
 class FeedForward(nnx.Module):
@@ -23,7 +24,7 @@ class FeedForward(nnx.Module):
         self.down = Linear(hidden, dim, dtype, rngs, gain=gain, split="in")
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        h_BxLxF = nnx.silu(self.gate(x_BxLxD)) * self.up(x_BxLxD)
+        h_BxLxF = layers.swiglu(self.gate(x_BxLxD), self.up(x_BxLxD))
         return self.down(constrain(h_BxLxF, BATCH, None, "tensor"))
 
 
@@ -31,13 +32,13 @@ class Block(nnx.Module):
     """Pre-norm residual block: attention, then feed-forward."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = layers.rms_norm(config, rngs)
+        self.attention_norm = layers.RmsNorm(config)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = layers.rms_norm(config, rngs)
+        self.mlp_norm = layers.RmsNorm(config)
         self.mlp = FeedForward(config, rngs)
 
     def __call__(
-        self, x_BxLxD: jax.Array, rotation: layers.Rotation
+        self, x_BxLxD: jax.Array, rotation: Rotation
     ) -> tuple[jax.Array, jax.Array]:
         x_BxLxD = x_BxLxD + self.attention(self.attention_norm(x_BxLxD), rotation)
         x_BxLxD = x_BxLxD + self.mlp(self.mlp_norm(x_BxLxD))
@@ -55,18 +56,18 @@ class Llama(layers.Decoder):
         self.blocks = layers.make_blocks(
             config, lambda rngs: type(self).make_block(config, rngs), rngs
         )
-        self.final_norm = layers.rms_norm(config, rngs)
+        self.final_norm = layers.RmsNorm(config)
         gain = layers.OUTER_STD * config.dim**0.5
         dtype = jnp.dtype(config.dtype)
         self.lm_head = Linear(config.dim, vocab_size, dtype, rngs, gain=gain)
 
     def features(self, tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        rotation = layers.rotation(
+        angles = rotation(
             tokens_BxL.shape[1], config.dim // config.heads, config.rope_theta
         )
         x_BxLxD = self.embed(tokens_BxL)
-        x_BxLxD, aux = layers.run_blocks(config, self.blocks, x_BxLxD, rotation)
+        x_BxLxD, aux = layers.run_blocks(config, self.blocks, x_BxLxD, angles)
         return constrain(self.final_norm(x_BxLxD), BATCH, None, None), aux
 
     def head(self) -> jax.Array:

@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 
 from examples.mesh import BATCH, constrain, on_mesh
 from examples.models import layers
+from examples.models.attention import Attention, Rotation
 from examples.models.config import ModelConfig
-from examples.models.layers import Attention
 from examples.models.llama import Llama
 
 _ROWS = ("data", "fsdp")  # what divides rows while `expert` divides experts
@@ -133,7 +133,7 @@ class Experts(nnx.Module):
     def ragged(self, x_NxD: jax.Array, size_E: jax.Array) -> jax.Array:
         """Tokens that are ordered by expert, of which `size_E` go to each."""
         up_ExDxF, down_ExFxD = self.weights(x_NxD.dtype)
-        h_NxF = nnx.gelu(jax.lax.ragged_dot(x_NxD, up_ExDxF, size_E))
+        h_NxF = layers.gelu(jax.lax.ragged_dot(x_NxD, up_ExDxF, size_E))
         return jax.lax.ragged_dot(h_NxF, down_ExFxD, size_E)
 
     def stacked(self, x_BxExCxD: jax.Array) -> jax.Array:
@@ -141,7 +141,7 @@ class Experts(nnx.Module):
         up_ExDxF, down_ExFxD = self.weights(x_BxExCxD.dtype)
         x_BxExCxD = constrain(x_BxExCxD, _ROWS, "expert", None, None)
         h_BxExCxF = jnp.einsum("becd,edf->becf", x_BxExCxD, up_ExDxF)
-        h_BxExCxF = nnx.gelu(constrain(h_BxExCxF, _ROWS, "expert", None, "tensor"))
+        h_BxExCxF = layers.gelu(constrain(h_BxExCxF, _ROWS, "expert", None, "tensor"))
         y_BxExCxD = jnp.einsum("becf,efd->becd", h_BxExCxF, down_ExFxD)
         return constrain(y_BxExCxD, _ROWS, "expert", None, None)
 
@@ -202,13 +202,13 @@ class Block(nnx.Module):
     """Pre-norm residual block: attention, then a mixture of experts."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = layers.rms_norm(config, rngs)
+        self.attention_norm = layers.RmsNorm(config)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = layers.rms_norm(config, rngs)
+        self.mlp_norm = layers.RmsNorm(config)
         self.mlp = Mixture(config, rngs)
 
     def __call__(
-        self, x_BxLxD: jax.Array, rotation: layers.Rotation
+        self, x_BxLxD: jax.Array, rotation: Rotation
     ) -> tuple[jax.Array, jax.Array]:
         x_BxLxD = x_BxLxD + self.attention(self.attention_norm(x_BxLxD), rotation)
         y_BxLxD, loss = self.mlp(self.mlp_norm(x_BxLxD))

@@ -17,12 +17,12 @@ from examples.models import (
     active_parameter_count,
     build,
     flops_per_token,
-    layers,
     matrix_rules,
     parameter_count,
 )
+from examples.models import attention as attentions
+from examples.models.attention import rotate, rotation
 from examples.models.config import PRESETS, VOCAB_SIZES
-from examples.models.layers import rotate, rotation
 from examples.models.loss import head_loss
 
 VOCAB = 50
@@ -113,10 +113,10 @@ def test_attention_in_chunks_equals_attention(monkeypatch: pytest.MonkeyPatch) -
     qkv = jax.random.normal(jax.random.key(0), (3, 2, 24, 2, 8))
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.square(layers.attention(small("llama"), q, k, v)).sum()
+        return jnp.square(attentions.attention(small("llama"), q, k, v)).sum()
 
     whole = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*qkv)
-    monkeypatch.setattr(layers, "_QUERIES", 8)
+    monkeypatch.setattr(attentions, "_QUERIES", 8)
     chunked = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*qkv)
     assert_close(chunked, whole, 1e-4)
 

@@ -1,0 +1,113 @@
+"""Causal self-attention: rotary positions, and kernels by device and length.
+
+Arrays carry their axes in their names: B batch, L length, D model width, H heads,
+K width of one head; C is one chunk of queries, N their number.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from examples.mesh import BATCH, constrain
+from examples.models.config import ModelConfig
+from examples.models.layers import Linear, out_gain
+
+Rotation = tuple[jax.Array, jax.Array]
+
+
+def rotation(length: int, width: int, theta: float) -> Rotation:
+    """Cosines and sines (1, L, 1, K / 2) of each position's angles, in float32."""
+    half = width // 2
+    frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_LxK = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_K[None, :]
+    angle_1xLx1xK = angle_LxK[None, :, None, :]
+    return jnp.cos(angle_1xLx1xK), jnp.sin(angle_1xLx1xK)
+
+
+def rotate(x_BxLxHxK: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotate the two halves of each head by an angle proportional to the position.
+
+    In float32, since angles grow with the position; between a load and a store of 16
+    bits, which is where the compiler leaves it.
+    """
+    cos_1xLx1xK, sin_1xLx1xK = rotation
+    a, b = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate(
+        [a * cos_1xLx1xK - b * sin_1xLx1xK, a * sin_1xLx1xK + b * cos_1xLx1xK], axis=-1
+    )
+    return rotated.astype(x_BxLxHxK.dtype)
+
+
+def _kernel(config: ModelConfig) -> Literal["xla", "cudnn"]:
+    """The attention kernel for `--attention`; cuDNN has limits that XLA has not."""
+    if config.attention != "auto":
+        return config.attention
+    width = config.dim // config.heads
+    gpu = jax.default_backend() == "gpu" and config.dtype == "bfloat16"
+    return "cudnn" if gpu and width <= 128 and width % 8 == 0 else "xla"
+
+
+# Queries that XLA's attention takes at a time. More than twice as many come in chunks,
+# whose scores are computed once more in the backward pass instead of being kept.
+_QUERIES = 512
+
+
+def attention(
+    config: ModelConfig,
+    q_BxLxHxK: jax.Array,
+    k_BxLxHxK: jax.Array,
+    v_BxLxHxK: jax.Array,
+) -> jax.Array:
+    """Causal attention by the kernel of `--attention`."""
+    length, kernel = q_BxLxHxK.shape[1], _kernel(config)
+    if kernel == "cudnn" or length <= 2 * _QUERIES or length % _QUERIES:
+        return jax.nn.dot_product_attention(
+            q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation=kernel
+        )
+
+    @jax.checkpoint
+    def chunk(q_BxCxHxK: jax.Array, first: jax.Array) -> jax.Array:
+        row_C = first + jnp.arange(_QUERIES)
+        mask_1x1xCxL = (row_C[:, None] >= jnp.arange(length)[None, :])[None, None]
+        return jax.nn.dot_product_attention(
+            q_BxCxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask_1x1xCxL, implementation="xla"
+        )
+
+    batch, _, heads, width = q_BxLxHxK.shape
+    shape = (batch, -1, _QUERIES, heads, width)
+    chunks_NxBxCxHxK = q_BxLxHxK.reshape(shape).swapaxes(0, 1)
+    firsts_N = jnp.arange(0, length, _QUERIES)
+    o_NxBxCxHxK = jax.lax.map(lambda part: chunk(*part), (chunks_NxBxCxHxK, firsts_N))
+    return o_NxBxCxHxK.swapaxes(0, 1).reshape(q_BxLxHxK.shape)
+
+
+class Attention(nnx.Module):
+    """Causal multi-head self-attention, with rotary positions where given."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, bias: bool = False):
+        dim, dtype = config.dim, jnp.dtype(config.dtype)
+        self.config = config
+        self.query = Linear(dim, dim, dtype, rngs, bias=bias)
+        self.key = Linear(dim, dim, dtype, rngs, bias=bias)
+        self.value = Linear(dim, dim, dtype, rngs, bias=bias)
+        self.out = Linear(
+            dim, dim, dtype, rngs, gain=out_gain(config), bias=bias, split="in"
+        )
+
+    def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> jax.Array:
+        batch, length, dim = x_BxLxD.shape
+        heads = self.config.heads
+
+        def split(y_BxLxD: jax.Array) -> jax.Array:
+            y_BxLxHxK = y_BxLxD.reshape(batch, length, heads, dim // heads)
+            return constrain(y_BxLxHxK, BATCH, None, "tensor", None)
+
+        maps = (self.query, self.key, self.value)
+        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (split(m(x_BxLxD)) for m in maps)
+        if rotation is not None:
+            q_BxLxHxK = rotate(q_BxLxHxK, rotation)
+            k_BxLxHxK = rotate(k_BxLxHxK, rotation)
+        o_BxLxHxK = attention(self.config, q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
+        return self.out(o_BxLxHxK.reshape(batch, length, dim))
