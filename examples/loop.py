@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from examples import checkpoint, hardware, optim, step
 from examples import state as states
 from examples.data.prefetch import Prefetch
+from examples.flags import UserError
 from examples.models import flops_per_token
 from examples.report import Report, Result, perplexity
 from examples.setup import Setup, evaluate, place
@@ -212,9 +213,8 @@ class Training:
                         self._store.wait()
                         where = f"step {number} of {self._plan.name}"
                         raise Interrupted(signal, where)
-        except TrainingStopped:
-            # Steps that were not finite left the last good state as it was.
-            self._store.save(state)
+        except (TrainingStopped, UserError):  # the latter of damaged data
+            self._store.save(state)  # which skipped steps have left as it was
             raise
         self._store.wait()
         return state

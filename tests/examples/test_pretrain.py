@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import numpy as np
 import pytest
 
 import muon2_optax as m2
-from examples import plot
+from examples import hardware, plot
 from examples.checkpoint import load_params
 from examples.config import parse
 from examples.flags import UserError
 from examples.folder import claim_folder, read_metrics
+from examples.models import flops_per_token
 from examples.pretrain import main
 
 Records = list[dict]
@@ -228,3 +231,56 @@ def test_bad_divisions(
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+class FakeLibrary(types.ModuleType):
+    """Stands for tensorboardX and wandb: keeps what it is told."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.numbers: dict[str, list[float]] = {}
+
+    def SummaryWriter(self, folder: str) -> "FakeLibrary":
+        self.folder = folder
+        return self
+
+    def add_scalar(self, key: str, value: float, step: int) -> None:
+        self.numbers.setdefault(key, []).append(value)
+
+    def flush(self) -> None:
+        pass
+
+    def init(self, **settings: object) -> "FakeLibrary":
+        return self
+
+    def log(self, numbers: dict[str, float]) -> None:
+        for key, value in numbers.items():
+            self.numbers.setdefault(key, []).append(value)
+
+
+def test_tensorboard_and_wandb(
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    board, wandb = FakeLibrary("tensorboardX"), FakeLibrary("wandb")
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    # A device of known speed, so that there is an MFU to show.
+    monkeypatch.setattr(hardware, "peak_flops", lambda: 1e12)
+    argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--steps", "4"]
+    argv += ["--tensorboard", "--wandb", "--log-every", "1"]
+    assert main([*argv, "--out", str(tmp_path / "run")]) == 0
+    train = of_kind(tmp_path / "run", "train")
+    losses = [record["loss"] for record in train]
+    assert board.numbers["train/loss"] == wandb.numbers["muon2/train/loss"] == losses
+    assert len(board.numbers["eval/loss"]) == 1
+    for record in train:
+        flops = flops_per_token(parse(argv).model, 257) * record["tokens_per_second"]
+        assert math.isclose(record["mfu"], flops / 1e12)
+    assert "MFU" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main([*argv, "--out", str(tmp_path / "other")]) == 2
+    assert "--wandb: the package 'wandb' is not installed" in capsys.readouterr().err
