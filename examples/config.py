@@ -88,9 +88,7 @@ class RunConfig:
     loss_chunks: int = option(
         0, "parts that the logits are computed in (0: as many as memory asks for)"
     )
-    ema: float | None = option(
-        None, "decay of averaged parameters, which are then the ones evaluated"
-    )
+    ema: float | None = option(None, "decay of averaged parameters, then evaluated")
     max_bad_steps: int = option(
         10, "stop when so many steps in a row had no finite loss, gradient and update"
     )
@@ -100,6 +98,7 @@ class RunConfig:
     )
     log_every: int = option(5, "steps between training records in the JSONL")
     seed: int = option(0, "seed of the initial parameters and of the data order")
+    deterministic: bool = option(False, "only repeatable operations on GPUs (slower)")
     compile_cache: str | None = option(
         None, "folder of compiled programs, for the next start"
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from pathlib import Path
 
@@ -73,7 +74,17 @@ def _earlier_results(config: Config, folder: Path) -> dict[str, Result]:
     return {r.optimizer: r for r in found if r.steps == config.run.steps}
 
 
+def _repeatable(config: Config) -> Config:
+    """Bit-identical continuation on GPUs: their fastest operations add in any order."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+    # cuDNN's backward pass of attention is one of them, and no flag of XLA's reaches it.
+    model = dataclasses.replace(config.model, attention="xla")
+    return dataclasses.replace(config, model=model)
+
+
 def _join(config: Config) -> None:
+    """What must be settled before JAX looks for its devices."""
     if config.run.compile_cache is not None:
         jax.config.update("jax_compilation_cache_dir", config.run.compile_cache)
     if config.run.distributed and not jax.distributed.is_initialized():
@@ -87,6 +98,8 @@ def run(config: Config) -> list[Result]:
     """Train with every optimizer that has not finished yet, and compare them all."""
     begin = time.perf_counter()
     plans = optim.plans(config.optim, config.run.steps)
+    if config.run.deterministic:
+        config = _repeatable(config)
     _join(config)
     data = loader.load(config)
     folder = claim_folder(config)
