@@ -78,7 +78,7 @@ def _repeatable(config: Config) -> Config:
     """Bit-identical continuation on GPUs: their fastest operations add in any order."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
-    # cuDNN's backward pass of attention is one of them, and no flag of XLA's reaches it.
+    # cuDNN's backward pass of attention is one of them.
     model = dataclasses.replace(config.model, attention="xla")
     return dataclasses.replace(config, model=model)
 
