@@ -6,7 +6,6 @@ the step of `python -m examples.pretrain` for 64 devices without allocating anyt
 
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,58 +60,6 @@ class PlanConfig:
 
 GIB = 2**30
 
-# GiB, from table "Memory comparison" of arXiv:2604.09967: one H100, 16 bits, one
-# sequence of 4096 tokens.
-PAPER = {
-    "llama_1b": {"adamw": 20.39, "muon": 18.56, "muon2": 20.36, "muon2_f": 18.57},
-    "llama_7b": {"adamw": 59.31, "muon": 47.29, "muon2": 60.66, "muon2_f": 47.53},
-}
-PAPER_NOTES = ""
-
-
-def _cpu_devices(count: int) -> list[Any]:
-    """Imagined devices: enough CPUs, or those that JAX already has."""
-    import jax
-
-    os.environ.setdefault("XLA_FLAGS", "")
-    name = "--xla_force_host_platform_device_count"
-    if name not in os.environ["XLA_FLAGS"]:  # read when the first device is asked for
-        os.environ["XLA_FLAGS"] += f" {name}={count}"
-    jax.config.update("jax_platforms", "cpu")
-    return jax.devices("cpu")
-
-
-def _tpu_devices(topology: str) -> list[Any]:
-    # The compiler looks for a machine that is not there unless told so.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    import jax
-    from jax.experimental import topologies
-
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    except Exception as error:  # of many kinds, from the plugin
-        raise UserError(
-            f"--topology {topology}: {error} (the TPU compiler is in the package "
-            "libtpu)"
-        ) from None
-    return list(found.devices)
-
-
-def _devices(config: PlanConfig) -> list[Any]:
-    import jax
-
-    from examples import mesh
-
-    if config.topology is not None:
-        return _tpu_devices(config.topology)
-    if config.here:
-        return jax.devices()
-    sizes = mesh.parse(config.mesh)
-    check(-1 not in sizes.values(), "--mesh: -1 needs --topology or --here")
-    return _cpu_devices(math.prod(sizes.values()))
-
 
 def _lines(row: dict[str, Any]) -> list[str]:
     """One plan as text."""
@@ -137,84 +84,80 @@ def _lines(row: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _mesh(plan: PlanConfig) -> Any:
-    from examples.mesh import make_mesh
+class _Planner:
+    """The mesh of a plan; measures steps on it and writes down what it finds."""
 
-    return make_mesh(plan.mesh, _devices(plan))
+    def __init__(self, plan: PlanConfig):
+        from examples.devices import devices
+        from examples.mesh import make_mesh
+
+        self._plan = plan
+        self.mesh = make_mesh(plan.mesh, devices(plan.mesh, plan.topology, plan.here))
+
+    def config(self, model: ModelConfig, optim: OptimConfig) -> Config:
+        """The run that is planned: by default one sequence for each part of a batch."""
+        from examples.mesh import batch_sharding
+
+        plan, rows = self._plan, batch_sharding(self.mesh)
+        parts = self.mesh.size // rows.shard_shape((self.mesh.size, 1))[0]
+        parts *= plan.accumulate
+        size = plan.batch_size or parts
+        check(
+            size % parts == 0,
+            f"--batch-size {size} cannot be divided into {parts} parts "
+            "(mesh, accumulate)",
+        )
+        run = RunConfig(batch_size=size, accumulate=plan.accumulate, mesh=plan.mesh)
+        return Config(model=model, optim=optim, run=run)
+
+    def vocab_size(self, model: ModelConfig) -> int:
+        return self._plan.vocab_size or VOCAB_SIZES[model.architecture]
+
+    def measure(self, config: Config, name: str) -> dict[str, Any]:
+        """One optimizer's step; its numbers are in the file when this returns."""
+        from examples import footprint
+
+        plan = self._plan
+        row = footprint.measure(
+            config, name, self.vocab_size(config.model), self.mesh, plan.state_dtype
+        )
+        if plan.jsonl is not None:
+            from benchmarks import record
+
+            where = record.environment()
+            if plan.topology is not None:
+                where["device"] = plan.topology
+            row_there = {"benchmark": "plan", **row, "state_dtype": plan.state_dtype}
+            record.write(Path(plan.jsonl), [row_there | where])
+        return row
 
 
-def _config(
-    model: ModelConfig, optimizers: OptimConfig, plan: PlanConfig, mesh: Any
-) -> Config:
-    from examples.mesh import batch_sharding
-
-    groups = mesh.size // batch_sharding(mesh).shard_shape((mesh.size, 1))[0]
-    parts = groups * plan.accumulate
-    size = plan.batch_size or parts
-    check(
-        size % parts == 0,
-        f"--batch-size {size} cannot be divided into {parts} parts (mesh, accumulate)",
-    )
-    run = RunConfig(batch_size=size, accumulate=plan.accumulate, mesh=plan.mesh)
-    return Config(model=model, optim=optimizers, run=run)
-
-
-def _write(plan: PlanConfig, row: dict[str, Any]) -> None:
-    """At once: the next compilation may take long."""
-    if plan.jsonl is None:
-        return
-    from benchmarks import record
-
-    where = record.environment()
-    if plan.topology is not None:
-        where["device"] = plan.topology
-    row = {"benchmark": "plan", **row, "state_dtype": plan.state_dtype, **where}
-    record.write(Path(plan.jsonl), [row])
-
-
-def _plan(model: ModelConfig, optim: OptimConfig, plan: PlanConfig) -> None:
-    from examples import footprint
-
-    mesh = _mesh(plan)
-    config = _config(model, optim, plan, mesh)
-    vocab_size = plan.vocab_size or VOCAB_SIZES[model.architecture]
+def _show(model: ModelConfig, optim: OptimConfig, plan: PlanConfig) -> None:
+    planner = _Planner(plan)
+    config, mesh = planner.config(model, optim), planner.mesh
+    device = mesh.devices.flat[0]
     print(
-        f"{model.model}: {parameter_count(model, vocab_size):,} parameters, "
-        f"{config.run.batch_size} x {model.seq_len} tokens a step, {model.dtype}, "
-        f"remat {model.remat}, for {mesh.devices.flat[0].device_kind}"
+        f"{model.model}: {parameter_count(model, planner.vocab_size(model)):,} "
+        f"parameters, {config.run.batch_size} x {model.seq_len} tokens a step, "
+        f"{model.dtype}, remat {model.remat}, for {device.device_kind}"
     )
-    if mesh.devices.flat[0].platform == "cpu" and model.dtype != "float32":
+    if device.platform == "cpu" and model.dtype != "float32":
         print("CPUs compute bfloat16 in float32: temporaries and traffic are too high")
     for name in optim.names():
-        row = footprint.measure(config, name, vocab_size, mesh, plan.state_dtype)
-        _write(plan, row)
-        print(*_lines(row), sep="\n", flush=True)
+        print(*_lines(planner.measure(config, name)), sep="\n", flush=True)
 
 
-def _paper_table(plan: PlanConfig) -> None:
-    """One line per model and optimizer: GiB of the paper, ours, and ours by kind."""
-    from examples import footprint
+def _show_paper_table(plan: PlanConfig) -> None:
+    from examples import paper_table
 
     plan = dataclasses.replace(plan, mesh="", state_dtype="bfloat16", batch_size=1)
-    mesh = _mesh(plan)
-    heads = ("paper", "ours", "weights", "states", "temp", "at least")
-    print(f"{'':<22}", *(f"{head:>9}" for head in heads))
-    for name, numbers in PAPER.items():
-        # Scanned: the largest temporaries are the same, and it compiles in a minute.
-        model = ModelConfig(model=name, seq_len=4096, scan_layers=True)
-        for optimizer, paper in numbers.items():
-            config = _config(model, OptimConfig(optimizer=optimizer), plan, mesh)
-            row = footprint.measure(config, optimizer, 32_000, mesh, plan.state_dtype)
-            row["paper_gib"] = paper
-            _write(plan, row)
-            weights = row["bytes"]["parameters"]
-            states = sum(row["bytes"].values()) - weights
-            # What is there at least at some time: weights, states and gradients.
-            least = weights + states + row["gradient_bytes"]
-            sizes = (row["total_bytes"], weights, states, row["temporary_bytes"], least)
-            columns = (paper, *(size / GIB for size in sizes))
-            print(f"{name:<12}{optimizer:<10}", *(f"{c:>9.2f}" for c in columns))
-    print(PAPER_NOTES)
+    planner = _Planner(plan)
+
+    def measure(model: ModelConfig, name: str) -> dict[str, Any]:
+        optim = OptimConfig(optimizer=name)
+        return planner.measure(planner.config(model, optim), name)
+
+    paper_table.show(measure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,9 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             defaults={"optimizer": "muon2"},
         )
         if options["plan"].paper_table:
-            _paper_table(options["plan"])
+            _show_paper_table(options["plan"])
         else:
-            _plan(**options)
+            _show(**options)
     except UserError as error:
         print("plan: error:", *str(error).split(), file=sys.stderr)
         return 2

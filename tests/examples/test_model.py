@@ -63,8 +63,9 @@ def assert_close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance), a, b)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "scan_layers"), [("float32", True), ("bfloat16", False)]
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_later_tokens_do_not_reach_earlier_logits(
     architecture: str, dtype: str, scan_layers: bool
@@ -205,8 +206,7 @@ def test_scanned_layers_equal_unrolled_ones(architecture: str) -> None:
     assert_close(stacked, grads | {"blocks": together})
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize(("remat", "scan_layers"), [("dots", False), ("full", True)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_recomputing_changes_nothing(
     architecture: str, remat: str, scan_layers: bool
