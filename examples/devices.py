@@ -24,6 +24,7 @@ def _tpu_devices(topology: str) -> list[Any]:
     # The compiler looks for a machine that is not there unless told so.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
     jax.config.update("jax_platforms", "cpu")
