@@ -143,7 +143,3 @@ class ModelConfig:
     @property
     def architecture(self) -> Architecture:
         return PRESETS[self.model]["architecture"]
-
-    def resolved(self) -> "ModelConfig":
-        """This configuration: its fields are concrete from the start."""
-        return self
