@@ -22,7 +22,7 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import AOL, Plan
 from muon2_optax.parcels import Stored, size, stored
 from muon2_optax.placement import Axes, Placement
-from muon2_optax.stacks import take
+from muon2_optax.stacks import in_lots, take
 
 # Bytes of whole matrices, in the dtype of the iteration, that a device takes at once:
 # what bounds the memory of a step. While one lot is iterated the next one travels.
@@ -60,13 +60,8 @@ def orthogonalize(
             pieces = [parcels.cut(x, a, s, kind) for x, a, s in zip(xs, axes, swaps)]
             alone = sum(map(len, pieces)) == 1
             done = group.shared(pieces) if whole and not alone else group.here(pieces)
-        results, start = [], 0
-        for p, x, a, s in zip(pieces, xs, axes, swaps):
-            parts = take(done, start, start + len(p))
-            y = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-            results.append(parcels.put_back(y, x, a, s))
-            start += len(p)
-        return tuple(results)
+        rows = zip(done, xs, axes, swaps)
+        return tuple(parcels.put_back(y, x, a, s) for y, x, a, s in rows)
 
     def on_mesh(*xs: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
         # Replication of the result is by construction (every device gathers the same
@@ -87,8 +82,7 @@ class _Group:
     """Matrices stored alike, inside ``shard_map``.
 
     The methods take stacks of pieces (or of whole matrices, where nothing is divided)
-    of shape (count, *row dimensions, *column dimensions) and return such stacks, cut
-    elsewhere perhaps.
+    of shape (count, *row dimensions, *column dimensions) and return such stacks.
     """
 
     kind: Stored
@@ -123,12 +117,12 @@ class _Group:
         matrix = math.prod(self.kind.local) * devices * self.dtype.itemsize
         lots = math.ceil(share * matrix / LOT)
         step = -(-share // lots) * devices
-        done = []
-        for low in range(0, count, step):
-            lot = take(pieces, low, low + step)
-            of_lot = None if factors is None else factors[low : low + step]
-            done.append(self._exchanged(lot, of_lot, devices))
-        return done
+
+        def lot(first: int, members: list[jax.Array]) -> list[jax.Array]:
+            own = None if factors is None else factors[first : first + step]
+            return [self._exchanged(members, own, devices)]
+
+        return in_lots(lot, pieces, step)
 
     def _exchanged(
         self, pieces: Sequence[jax.Array], factors: jax.Array | None, devices: int
@@ -188,7 +182,8 @@ class _Group:
             got = jax.lax.all_gather(sent, names, tiled=True)[:count]
         else:
             got = _broadcast_first(sent[0], count, devices, names)
-        return [parcels.values(got, self.dtype).reshape(x.shape)]
+        done = parcels.values(got, self.dtype).reshape(x.shape)
+        return jnp.split(done, np.cumsum([len(s) for s in stacks])[:-1])
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:

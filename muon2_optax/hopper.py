@@ -1,6 +1,6 @@
 """Newton-Schulz iterations on NVIDIA Hopper, on the symmetric products' kernel.
 
-The same polynomials as ``polar.iterate``, arranged so that every scaling and addition
+The same polynomials as in ``iteration``, arranged so that every scaling and addition
 happens where a product is written: the input enters multiplied by the product of the
 schedule's leading coefficients a, which leaves X <- X + P X for each run of steps.
 """
@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 from muon2_optax import symmetric
 from muon2_optax.coefficients import Frobenius, Plan
-from muon2_optax.stacks import take
+from muon2_optax.stacks import in_lots
 
 # The kernel's operand A B^T counts in columns of this many elements.
 COLUMNS = 64
@@ -144,15 +144,12 @@ def run(
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
-    results: list[list[jax.Array]] = [[] for _ in flat]
-    which = [i for i, x in enumerate(flat) for _ in range(len(x))]
-    count = len(which)
-    for low in range(0, count, size):
-        ready = []
-        start = low
-        for y in take(flat, low, low + size):
-            part = slice(start, start := start + len(y))
-            tall = y.shape[1] != m
+
+    def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
+        ready, start = [], first
+        for y in members:
+            part, tall = slice(start, start + len(y)), y.shape[1] != m
+            start += len(y)
             for f in factors:
                 y = y.astype(f.dtype) * f[part, None, None]
             y = _rows_major(y.astype(dtype))
@@ -160,16 +157,15 @@ def run(
             wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
             ready.append(jnp.pad(y.mT if tall else y, wide))
         outputs = iterate(jnp.concatenate(ready), chunks, interpret)[..., :n]
-        start = 0
-        for y in ready:
+        done, start = [], 0
+        for y in members:
             o = outputs[start : start + len(y)]
-            i = which[low + start]
             start += len(y)
-            results[i].append(o if flat[i].shape[1] == m else _rows_major(o.mT))
-    return tuple(
-        (r[0] if len(r) == 1 else jnp.concatenate(r)).reshape(x.shape).astype(x.dtype)
-        for r, x in zip(results, matrices)
-    )
+            done.append(o if y.shape[1] == m else _rows_major(o.mT))
+        return done
+
+    results = in_lots(lot, flat, size)
+    return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
 
 
 def _factors(

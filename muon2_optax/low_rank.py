@@ -12,8 +12,8 @@ import optax
 
 from muon2_optax import dtypes, layout, moments, trees
 from muon2_optax.axes import ResolvedAxes
+from muon2_optax.iteration import adjoint, product
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
-from muon2_optax.polar import adjoint, product
 from muon2_optax.rules import MatrixRules
 
 

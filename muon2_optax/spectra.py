@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from muon2_optax import dtypes, polar
+from muon2_optax import dtypes, iteration, polar
 from muon2_optax.coefficients import Frobenius
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -80,8 +80,8 @@ def orthogonality_error(
     if norm not in ("mean", "frobenius", "spectral"):
         raise ValueError(f"unknown norm {norm!r}; want mean, frobenius or spectral")
     q = wide(replicated(q))
-    q = polar.adjoint(q) if q.shape[-2] > q.shape[-1] else q
-    gram = jnp.matmul(q, polar.adjoint(q), precision=_HIGHEST)
+    q = iteration.adjoint(q) if q.shape[-2] > q.shape[-1] else q
+    gram = jnp.matmul(q, iteration.adjoint(q), precision=_HIGHEST)
     error = jnp.abs(jnp.linalg.eigvalsh(gram) - 1)
     if norm == "mean":
         return jnp.mean(error, axis=-1)

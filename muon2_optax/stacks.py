@@ -1,8 +1,9 @@
 """Stacks of matrices that are kept in parts, one after the other along axis 0."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 
 def take(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:
@@ -15,3 +16,25 @@ def take(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:
             found.append(part if whole else part[first:last])
         start += len(part)
     return found
+
+
+def in_lots(
+    fn: Callable[[int, list[jax.Array]], Sequence[jax.Array]],
+    parts: Sequence[jax.Array],
+    size: int,
+) -> list[jax.Array]:
+    """``fn(first, members)`` on ``size`` members after the other, as parts again.
+
+    ``fn`` may return its members in other parts than it was given. Lots bound the
+    memory of what is done to all: a compiler finishes one before it begins the next.
+    """
+    count = sum(map(len, parts))
+    done: list[jax.Array] = []
+    for low in range(0, count, size):
+        done += fn(low, take(parts, low, low + size))
+    results, start = [], 0
+    for part in parts:
+        found = take(done, start, start + len(part))
+        results.append(found[0] if len(found) == 1 else jnp.concatenate(found))
+        start += len(part)
+    return results

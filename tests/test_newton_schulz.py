@@ -13,7 +13,7 @@ import reference
 from reference import KELLER, relative_error
 
 import muon2_optax as m2
-from muon2_optax import polar
+from muon2_optax import coefficients, iteration, polar
 
 # One compilation per shape, dtype and setting for the whole file.
 newton_schulz = jax.jit(
@@ -190,7 +190,7 @@ def test_gram_form_equals_the_standard_form(monkeypatch, dtype, steps, bound):
         arrays = {k: jnp.asarray(x, dtype) for k, x in _spectra((8, 24)).items()}
         run = functools.partial(m2.newton_schulz, ns_steps=steps, ns_dtype=dtype)
         gram = {k: newton_schulz(x, steps, ns_dtype=dtype) for k, x in arrays.items()}
-        monkeypatch.setattr(polar, "GRAM_ASPECT", math.inf)
+        monkeypatch.setattr(iteration, "GRAM_ASPECT", math.inf)
         standard = jax.jit(run)
         for name, x in arrays.items():
             assert relative_error(gram[name], standard(x)) <= bound, name
@@ -548,3 +548,19 @@ def test_refusals():
         m2.newton_schulz(jnp.ones((4, 4)), 2.5)
     with pytest.raises(ValueError, match="0 or more, got -1"):
         m2.newton_schulz(jnp.ones((4, 4)), -1)
+
+
+def test_lots_bound_the_memory_and_change_nothing(monkeypatch):
+    """Stacks, tall leaves and lone matrices, cut anywhere, against one batch."""
+    rng = np.random.default_rng(0)
+    shapes = [(5, 16, 32), (32, 16), (2, 3, 16, 32), (16, 32)]
+    xs = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    plan = coefficients.resolve("keller", 3)
+    whole = jax.jit(lambda xs: polar.orthogonalize(xs, plan))(xs)
+    monkeypatch.setattr(polar, "LOT", 3 * 16 * 32 * 4)  # three of thirteen at a time
+    step = jax.jit(lambda xs: polar.orthogonalize(xs, plan))
+    for x, got, want in zip(xs, step(xs), whole, strict=True):
+        assert got.shape == x.shape
+        # The same float32 arithmetic; batches of another size may sum in another order.
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    assert step.lower(xs).as_text().count("dot_general") > 4 * 6

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from reference import relative_error
 
 import muon2_optax as m2
-from muon2_optax import coefficients, hopper, polar, symmetric
+from muon2_optax import coefficients, hopper, iteration, polar, symmetric
 from muon2_optax.symmetric import Tiles
 
 PLAN = coefficients.resolve("keller", 3)
@@ -151,7 +151,7 @@ def _spectra(m, n):
 
 def _run(matrices, plan=PLAN, size=2, dtype=jnp.float16):
     m, n = sorted(matrices[0].shape[-2:])
-    chunks = polar._chunks(plan, m, n, jnp.dtype(dtype))
+    chunks = iteration.runs(plan, m, n, jnp.dtype(dtype))
     run = functools.partial(
         hopper.run, plan=plan, chunks=chunks, size=size, dtype=jnp.dtype(dtype)
     )
