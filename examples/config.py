@@ -90,7 +90,7 @@ class RunConfig:
     )
     ema: float | None = option(None, "decay of averaged parameters, then evaluated")
     max_bad_steps: int = option(
-        10, "stop when so many steps in a row had no finite loss, gradient and update"
+        10, "stop when so many steps in a row had no finite loss and gradient"
     )
     eval_every: int = option(50, "steps between validations")
     eval_tokens: int = option(

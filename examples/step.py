@@ -107,8 +107,7 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """(state, tokens) to (state, metrics); the old state's memory is reused.
 
-    A step whose losses, gradients or updates are not finite changes nothing but the
-    counters.
+    A step whose losses or gradients are not finite changes nothing but the counters.
     """
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
 
@@ -133,7 +132,9 @@ def make_train_step(
         updates, opt_state = transform.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         norms = optax.tree.norm(grads), optax.tree.norm(updates)
-        good = jnp.isfinite(loss + balance + norms[0] + norms[1])
+        # Known before the update: otherwise all old states, and all updates, would be
+        # kept until the last update is there.
+        good = jnp.isfinite(loss + balance + norms[0])
 
         def choose(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
