@@ -22,12 +22,12 @@ _PEAKS = {
 }
 
 
-def peak_flops() -> float | None:
-    """FLOP/s that all devices of the run together could reach; None if unknown."""
+def peak_flops(devices: int) -> float | None:
+    """FLOP/s that so many devices together could reach; None if unknown."""
     kind = jax.devices()[0].device_kind
     found = (peak for name, peak in _PEAKS.items() if name in kind)
     peak = next(found, None)
-    return None if peak is None else peak * jax.device_count()
+    return None if peak is None else peak * devices
 
 
 def peak_memory() -> float | None:

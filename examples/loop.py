@@ -63,7 +63,7 @@ class Training:
         self._tokens = self._run.batch_size * setup.config.model.seq_len
         model, vocabulary = setup.config.model, setup.data.tokenizer.vocab_size
         self._flops = flops_per_token(model, vocabulary)
-        self._peak = hardware.peak_flops()
+        self._peak = hardware.peak_flops(setup.mesh.size)
         self._unread: deque[tuple[int, step.Metrics]] = deque()
         self._val_loss = self._bits = math.nan
         self._begin = self._saved_at = time.perf_counter()

@@ -269,7 +269,7 @@ def test_tensorboard_and_wandb(
     monkeypatch.setitem(sys.modules, "tensorboardX", board)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     # A device of known speed, so that there is an MFU to show.
-    monkeypatch.setattr(hardware, "peak_flops", lambda: 1e12)
+    monkeypatch.setattr(hardware, "peak_flops", lambda devices: 1e12)
     argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--steps", "4"]
     argv += ["--tensorboard", "--wandb", "--log-every", "1"]
     assert main([*argv, "--out", str(tmp_path / "run")]) == 0
