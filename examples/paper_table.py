@@ -23,10 +23,9 @@ and states.
   So it kept no float32 copies: those of the weights alone would add 25.
 * 7B: 21.7 are left over for AdamW and for Muon alike, less than the gradients and the
   activations without recomputation together: PyTorch frees activations as gradients
-  come, while our scanned program makes room for all gradients at the start.
-* 7B, Muon family: ours takes most in the optimizer, not in the model: gradients, the
-  stacks that are orthogonalized and their results at once, and old states until the
-  update is known to be finite (5.6 of Muon's temporaries).
+  come, while our scanned program makes room for all gradients at the start. That is
+  ours, 6 to 8 above the paper, for every optimizer: what the optimizers themselves take
+  for a moment fits into what the activations leave.
 * 1B: about 13 are left over, more than our temporaries: our norms and activation
   functions keep their inputs alone, and the head keeps no logits. AdamW less Muon is
   1.83 in the paper and 2.25 in states; no layout that it describes explains this.
