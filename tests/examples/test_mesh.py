@@ -102,7 +102,9 @@ def loss_and_grads(graphdef: Any, params: Any, tokens_BxM: jax.Array) -> Any:
     return jax.value_and_grad(loss)(params)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize(
+    "scan_layers", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 @pytest.mark.parametrize(
     ("model", "axes"),
     [

@@ -26,6 +26,7 @@ from examples.models.config import PRESETS, VOCAB_SIZES
 from examples.models.loss import head_loss
 
 VOCAB = 50
+SLOW = pytest.mark.slow
 ARCHITECTURES = ("llama", "gpt", "moe")
 
 
@@ -193,7 +194,10 @@ def test_flops_are_those_of_the_compiled_products(architecture: str) -> None:
     assert 0.95 < cost["flops"] / formula < 1.25
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    ["gpt", pytest.param("llama", marks=SLOW), pytest.param("moe", marks=SLOW)],
+)
 def test_scanned_layers_equal_unrolled_ones(architecture: str) -> None:
     batch = tokens(4, 17)
     plain, grads = value_and_grad(small(architecture, layers=3), batch)
@@ -206,7 +210,10 @@ def test_scanned_layers_equal_unrolled_ones(architecture: str) -> None:
     assert_close(stacked, grads | {"blocks": together})
 
 
-@pytest.mark.parametrize(("remat", "scan_layers"), [("dots", False), ("full", True)])
+@pytest.mark.parametrize(
+    ("remat", "scan_layers"),
+    [("dots", False), pytest.param("full", True, marks=SLOW)],
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_recomputing_changes_nothing(
     architecture: str, remat: str, scan_layers: bool

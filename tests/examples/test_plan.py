@@ -67,6 +67,7 @@ def test_a_mesh_divides_states_and_communicates(tmp_path: Path) -> None:
     assert row["collectives"]["all-to-all"][0] > 0
 
 
+@pytest.mark.slow
 def test_states_of_another_dtype(tmp_path: Path) -> None:
     row = plan(tmp_path, "--optimizer", "muon2", "--state-dtype", "bfloat16")
     assert row["bytes"]["parameters"] == (MATRICES + REST) / 2
