@@ -19,24 +19,12 @@ from typing import Any
 import numpy as np
 
 from examples.data import tokens as tok
+from examples.data.entries import Shard, entry, shard_entries
 from examples.flags import UserError
 
 INDEX = "index.json"
 PROGRESS = "progress.json"  # there while a preparation is not finished
 FORMAT = "token shards, version 1"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file: what is in it, and its checksum."""
-
-    name: str
-    split: str
-    dtype: str
-    documents: int
-    bytes: int
-    tokens: int
-    sha256: str
 
 
 def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
@@ -88,9 +76,17 @@ def file_sha256(path: Path) -> str:
 
 
 class ShardStream:
-    """The shards of one split as one array, of which slices are read."""
+    """The shards of one split as one array, of which slices are read.
 
-    def __init__(self, folder: Path, shards: Sequence[Shard]):
+    Where `vocab_size` is given, whatever is read must be below it: an id that the model
+    does not know would be clipped by it without a word.
+    """
+
+    def __init__(
+        self, folder: Path, shards: Sequence[Shard], vocab_size: int | None = None
+    ):
+        self._paths = [folder / shard.name for shard in shards]
+        self._vocab_size = vocab_size
         self._maps = [
             np.memmap(folder / shard.name, np.dtype(shard.dtype), mode="r")
             for shard in shards
@@ -109,11 +105,22 @@ class ShardStream:
         while start < stop:
             base = self._ends[number] - len(self._maps[number])
             end = min(stop, self._ends[number])
-            pieces.append(self._maps[number][start - base : end - base])
+            pieces.append(self._checked(number, start - base, end - base))
             start, number = end, number + 1
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces) if pieces else self._maps[0][:0]
+
+    def _checked(self, number: int, start: int, stop: int) -> np.ndarray:
+        piece = self._maps[number][start:stop]
+        if self._vocab_size is None or piece.max() < self._vocab_size:
+            return piece
+        first = int(np.argmax(piece >= self._vocab_size))
+        raise UserError(
+            f"{self._paths[number]}: token {start + first:,} of it has the id "
+            f"{piece[first]}, but the vocabulary ends at {self._vocab_size - 1}; "
+            "prepare the folder anew"
+        )
 
 
 @dataclass(frozen=True)
@@ -128,11 +135,13 @@ class Folder:
         return [shard for shard in self.shards if shard.split == name]
 
     def stream(self, split: str) -> ShardStream:
-        return ShardStream(self.path, self.split(split))
+        """The token ids of a split, each checked to be in the vocabulary."""
+        vocab_size = self.index["tokenizer"]["vocab_size"]
+        return ShardStream(self.path, self.split(split), vocab_size)
 
     def byte_counts(self) -> ShardStream:
         """Bytes of text per validation token; the end of a document has none."""
-        return self.stream("val_bytes")
+        return ShardStream(self.path, self.split("val_bytes"))
 
     def digest(self) -> str:
         """Names the exact tokens, their order and the split."""
@@ -140,9 +149,20 @@ class Folder:
         return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
     def tokenizer(self) -> tok.Tokenizer:
-        """The tokenizer that made the shards."""
-        tokenizer = tok.load_tokenizer(self.path / tok.FILE)
-        tokenizer.name = self.index["tokenizer"]["name"]
+        """The tokenizer that made the shards; another one in its place is refused."""
+        path, made = self.path / tok.FILE, self.index["tokenizer"]
+        if file_sha256(path) != made["sha256"]:
+            raise UserError(
+                f"{path}: not the tokenizer that made the shards (its checksum is not "
+                f"that of {INDEX}); put that file back or prepare the folder anew"
+            )
+        tokenizer = tok.load_tokenizer(path)
+        if tokenizer.vocab_size != made["vocab_size"]:
+            raise UserError(
+                f"{self.path / INDEX}: tokenizer.vocab_size is {made['vocab_size']}, "
+                f"but {tok.FILE} has {tokenizer.vocab_size}; prepare the folder anew"
+            )
+        tokenizer.name = made["name"]
         return tokenizer
 
     @cached_property
@@ -186,16 +206,19 @@ def open_folder(path: Path) -> Folder:
     """Read the index and check that every file is there in its full size."""
     try:
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        if index["format"] != FORMAT:
+        if entry(index, "format", str) != FORMAT:
             raise ValueError(f"format {index['format']!r} is not {FORMAT!r}")
-        shards = tuple(Shard(**entry) for entry in index["shards"])
-        _ = index["tokenizer"]["name"], index["tokenizer"]["sha256"]
+        shards = shard_entries(index)
+        entry(index, "left_out", int)
+        made = entry(index, "tokenizer", dict)
+        for key, kind in (("name", str), ("sha256", str), ("vocab_size", int)):
+            entry(made, key, kind, "tokenizer")
     except FileNotFoundError:
         raise UserError(
             f"{path}: no {INDEX} in it: not a folder of token shards, or one whose "
             "preparation was interrupted; run examples.prepare again"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path / INDEX}: not a valid index ({error})") from None
     problems = size_problems(path, shards)
     if not (path / tok.FILE).is_file():

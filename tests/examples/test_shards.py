@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,12 +108,77 @@ def test_altered_files_are_named(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", '{"format": "other"}', "[]", '{"shards": 3']
+    "content", ["", "{}", '{"format": "other"}', "[]", '{"shards": 3', "[" * 100_000]
 )
 def test_a_broken_index(copy: Path, content: str) -> None:
     (copy / shards.INDEX).write_text(content)
     with pytest.raises(UserError, match="index.json: not a valid index"):
         shards.open_folder(copy)
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "value", "said"),
+    [
+        (("shards", 0), "dtype", "zz", "shards[0].dtype is 'zz', not <u2 or <u4"),
+        (("shards", 1), "tokens", "a", "shards[1].tokens is 'a', not a number"),
+        (("shards", 1), "tokens", -1, "shards[1].tokens is -1, not a number"),
+        (("shards", 0), "name", None, "shards[0].name is None, not a text"),
+        (("shards", 0), "name", "../a", "shards[0].name is '../a'"),
+        (("shards", 0), "split", "test", "shards[0].split is 'test'"),
+        (("shards",), 0, 7, "shards[0] is 7, not an object"),
+        ((), "shards", {}, "shards is {}, not a list"),
+        ((), "left_out", None, "left_out is None, not a number"),
+        ((), "tokenizer", "bytes", "tokenizer is 'bytes', not an object"),
+        (("tokenizer",), "name", None, "tokenizer.name is None, not a text"),
+        (("tokenizer",), "vocab_size", True, "tokenizer.vocab_size is True"),
+    ],
+)
+def test_wrong_entries_of_the_index_are_named(
+    copy: Path, where: tuple[Any, ...], key: Any, value: object, said: str
+) -> None:
+    index = part = json.loads((copy / shards.INDEX).read_text())
+    for step in where:
+        part = part[step]
+    part[key] = value
+    (copy / shards.INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError) as error:
+        shards.open_folder(copy)
+    assert "index.json: not a valid index" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_another_tokenizer_is_refused(copy: Path) -> None:
+    options = ["--data", str(copy), "--seq-len", "64", "--batch-size", "4"]
+    path = copy / tok.FILE
+    good = path.read_text()
+    tok.ByteTokenizer().save(path)
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: not the tokenizer that made"
+    ):
+        loader.load(parse(options))
+    path.write_text(good)
+    index = json.loads((copy / shards.INDEX).read_text())
+    index["tokenizer"]["vocab_size"] = 399
+    (copy / shards.INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match="vocab_size is 399, but .* has 400"):
+        loader.load(parse(options))
+
+
+def test_ids_beyond_the_vocabulary_are_named(copy: Path) -> None:
+    name = "train_00001.bin"
+    ids = np.fromfile(copy / name, "<u2")
+    ids[500] = 400
+    ids.tofile(copy / name)
+    opened = shards.open_folder(copy)
+    stream, first = opened.stream("train"), opened.split("train")[0].tokens
+    stream[0 : first + 500]
+    with pytest.raises(UserError, match=rf"{name}: token 500 of it has the id 400"):
+        stream[first - 10 : first + 501]
+    options = ["--data", str(copy), "--seq-len", "64", "--batch-size", "4"]
+    train = loader.load(parse(options)).train
+    with pytest.raises(UserError, match="vocabulary ends at 399"):
+        for step in range(train.windows // 4 + 1):
+            train.at(step)
 
 
 def test_what_is_no_complete_folder(copy: Path, text_path: Path) -> None:
@@ -122,8 +188,8 @@ def test_what_is_no_complete_folder(copy: Path, text_path: Path) -> None:
     (copy / shards.INDEX).unlink()
     with pytest.raises(UserError, match="preparation was interrupted"):
         loader.load(parse(["--data", str(copy)]))
-    index = {"format": shards.FORMAT, "shards": []}
-    index["tokenizer"] = {"name": "", "sha256": ""}
+    index = {"format": shards.FORMAT, "shards": [], "left_out": 0}
+    index["tokenizer"] = {"name": "", "sha256": "", "vocab_size": 0}
     (copy / shards.INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError, match="no shard of train and val"):
         shards.open_folder(copy)
