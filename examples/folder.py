@@ -77,19 +77,33 @@ def stored_settings(folder: Path) -> dict[str, Any]:
 
 
 def store_settings(
-    folder: Path, config: Config, vocab_size: int, text_digest: str, *, write: bool
+    folder: Path,
+    config: Config,
+    vocab_size: int,
+    text_digest: str,
+    tokens_digest: str,
+    *,
+    write: bool,
 ) -> None:
-    """Write `config.json`; the text of a run that goes on must be what it was.
+    """Write `config.json`; a run that goes on must have the text and tokens it had.
 
     All processes of a run check it, one may write.
     """
     path = folder / SETTINGS_FILE
     if path.exists():
-        before = stored_settings(folder)["text"]
+        stored = stored_settings(folder)
+        before = stored["text"]
         if before != text_digest:
             raise UserError(
                 f"--resume {folder}: the text differs (hash {before}, now "
                 f"{text_digest}); give the --data that the run began with"
+            )
+        before = stored.get("tokens", tokens_digest)
+        if before != tokens_digest:
+            raise UserError(
+                f"--resume {folder}: the tokenizer differs (hash of the tokens of the "
+                f"same text {before}, now {tokens_digest}); give the --tokenizer that "
+                "the run began with"
             )
     if not write:
         return
@@ -97,6 +111,7 @@ def store_settings(
         "config": config.as_dict(),
         "vocab_size": vocab_size,
         "text": text_digest,
+        "tokens": tokens_digest,
     }
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 

@@ -109,6 +109,7 @@ def run(config: Config) -> list[Result]:
         config,
         data.tokenizer.vocab_size,
         data.about.digest,
+        data.about.tokens_digest,
         write=jax.process_index() == 0,
     )
     rules = matrix_rules(config.model)

@@ -1,5 +1,6 @@
 """Batches as a pure function of seed and step: the same for every optimizer."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,10 +117,14 @@ class Part:
 
 @dataclass(frozen=True)
 class About:
-    """What a run says and records about its text; `digest` names it exactly."""
+    """What a run says and records about its text.
+
+    `digest` names the text exactly, `tokens_digest` what the tokenizer made of it.
+    """
 
     source: str
     digest: str
+    tokens_digest: str
     train: Part
     val: Part
     notes: tuple[str, ...] = ()
@@ -152,6 +157,14 @@ def _dataset(
     )
 
 
+def _tokens_digest(vocab_size: int, *streams: np.ndarray) -> str:
+    """Of the ids, not of a tokenizer.json: its layout changes with its library."""
+    sha = hashlib.sha256(str(vocab_size).encode())
+    for stream in streams:
+        sha.update(stream.data)
+    return sha.hexdigest()[:16]
+
+
 def _from_text(config: Config) -> Dataset:
     text = corpora.load(config.data)
     tokenizer = tok.make_tokenizer(
@@ -166,6 +179,7 @@ def _from_text(config: Config) -> Dataset:
     about = About(
         source=text.source,
         digest=text.digest(),
+        tokens_digest=_tokens_digest(tokenizer.vocab_size, train, val),
         train=Part(len(text.train), text.train_bytes, len(train)),
         val=Part(len(text.val), text.val_bytes, len(val)),
         notes=tuple(text.notes),
@@ -185,6 +199,7 @@ def _from_shards(config: Config, folder: shards.Folder) -> Dataset:
     about = About(
         source=f"{len(folder.shards)} token shards in {folder.path}",
         digest=folder.digest(),
+        tokens_digest=folder.index["tokenizer"]["sha256"][:16],
         train=part("train"),
         val=part("val"),
     )

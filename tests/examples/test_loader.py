@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.config import parse
+from examples.config import Config, parse
 from examples.data import loader
 from examples.data import tokens as tok
 from examples.data.order import shuffled
 from examples.data.prefetch import Prefetch
 from examples.flags import UserError
+from examples.folder import store_settings
 
 TEXTS = ["def f(x):\n    return x\n", "caf\u00e9 \u4f60\u597d \U0001f600  \n\n", "a"]
 DOCUMENTS = [text.encode() for text in TEXTS]
@@ -209,3 +210,34 @@ def test_a_text_shorter_than_one_batch(tmp_path: Path, length: int) -> None:
     options = ["--data", str(path), "--seq-len", "16", "--batch-size", "4"]
     with pytest.raises(UserError, match="tokens, one (batch|sequence) needs"):
         loader.load(parse(options))
+
+
+def test_a_changed_tokenizer_is_refused_on_resume(
+    tmp_path: Path, text_path: Path
+) -> None:
+    """Of the same size, and the same text: only the ids tell."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    text = text_path.read_bytes()
+    for path, part in ((one, text[:20_000]), (two, text[-20_000:])):
+        tok.train_bpe([part], 300).save(path)
+
+    def load(path: Path) -> tuple[Config, loader.Dataset]:
+        options = ["--data", str(text_path), "--seq-len", "32", "--batch-size", "4"]
+        config = parse([*options, "--tokenizer", str(path)])
+        return config, loader.load(config)
+
+    def store(path: Path) -> None:
+        config, data = load(path)
+        digests = (data.about.digest, data.about.tokens_digest)
+        vocab_size = data.tokenizer.vocab_size
+        store_settings(tmp_path, config, vocab_size, *digests, write=True)
+
+    store(one)
+    # Another layout of the same file is the same tokenizer.
+    one.write_text(json.dumps(json.loads(one.read_text())))
+    store(one)
+    assert load(one)[1].about.digest == load(two)[1].about.digest
+    with pytest.raises(
+        UserError, match="the tokenizer differs .* give the --tokenizer"
+    ):
+        store(two)
