@@ -6,7 +6,6 @@ same command is given again; `--verify FOLDER` compares the checksums of a finis
 """
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from rich.console import Console
 from examples import flags
 from examples.data import shards
 from examples.data import tokens as tok
-from examples.data.packing import Packer, split_by_hash
+from examples.data.packing import Packer, read_progress, split_by_hash
 from examples.data.sources import HubStream, TextFiles
 from examples.flags import UserError, check, check_range, option
 
@@ -124,7 +123,8 @@ def _start(config: PrepareConfig, source: Source) -> Packer:
     file = folder / shards.PROGRESS
     if (folder / shards.INDEX).exists():
         raise UserError(f"--out {folder}: already holds shards; choose another")
-    if not file.exists():
+    progress = read_progress(file, identity) if file.exists() else None
+    if progress is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -135,20 +135,10 @@ def _start(config: PrepareConfig, source: Source) -> Packer:
     tokenizer = tok.load_tokenizer(folder / tok.FILE)
     sizes = (config.shard_tokens, config.val_fraction)
     packer = Packer(folder, tokenizer, *sizes, identity=identity)
-    if not file.exists():
+    if progress is None:
         shards.write_json(file, packer.progress())
-        return packer
-    try:
-        progress = json.loads(file.read_text(encoding="utf-8"))
-        other = [k for k, v in identity.items() if progress["identity"].get(k) != v]
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{file}: not readable ({error}); remove the folder") from None
-    if other:
-        raise UserError(
-            f"--out {folder}: an unfinished preparation with another "
-            f"{', '.join(other)}; repeat its options or remove the folder"
-        )
-    packer.resume(progress)
+    else:
+        packer.resume(progress)
     return packer
 
 
@@ -170,6 +160,8 @@ def prepare(config: PrepareConfig, console: Console) -> shards.Folder:
     finally:
         progress.close()
     folder = packer.folder
+    if packer.documents_read == packer.left_out:
+        raise UserError(f"{source.name}: no text in it; remove {folder}")
     for split in ("train", "val"):
         if not packer.tokens(split):
             raise UserError(
@@ -227,6 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(line, highlight=False)
     except UserError as error:
         print(f"prepare: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:  # of a folder that may not be read or written
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"prepare: error: {place}{error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("prepare: stopped; the same command goes on", file=sys.stderr)

@@ -51,13 +51,13 @@ class _Collector:
         for document in documents:
             if limit and room <= 0:
                 return taken, True
-            digest = hashlib.sha256(document).digest()
+            digest = reading.text_hash(document)
             if digest in self.seen:
                 self.repeated += 1
                 continue
             self.seen.add(digest)
             if limit and len(document) > room:
-                document = _cut(document, room)
+                document = reading.cut(document, room)
                 if document:
                     taken.append(document)
                 return taken, True
@@ -67,11 +67,6 @@ class _Collector:
 
     def notes(self) -> list[str]:
         return [f"{self.repeated} repeated documents left out"] if self.repeated else []
-
-
-def _cut(document: bytes, size: int) -> bytes:
-    """The first `size` bytes, less a character that the cut would break."""
-    return document[:size].decode("utf-8", errors="ignore").encode("utf-8")
 
 
 def split(
@@ -86,7 +81,7 @@ def split(
     if len(documents) == 1:
         (text,) = documents
         cut = text.rfind(b"\n", 0, len(text) - int(wanted)) + 1
-        cut = cut or len(_cut(text, len(text) - int(wanted)))
+        cut = cut or len(reading.cut(text, len(text) - int(wanted)))
         return [text[:cut]], [text[cut:]], "the last part of the only document"
     count, held_out = 0, 0
     while held_out < wanted and count < len(documents) - 1:
@@ -134,9 +129,18 @@ def _some(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + rest
 
 
-def _chain(files: Sequence[Path]) -> Iterator[bytes]:
+def no_val_text(files: Sequence[Path]) -> UserError:
+    """Of files named val* that hold nothing."""
+    names = _some([str(path) for path in files])
+    return UserError(
+        f"{names}: no text in it; files named val* are the validation text: fill it, "
+        "or remove it to hold out a part of the other text"
+    )
+
+
+def _chain(files: Sequence[Path], most: int) -> Iterator[bytes]:
     for path in files:
-        yield from reading.read_documents(path)
+        yield from reading.read_documents(path, most=most)
 
 
 def _from_paths(config: DataConfig) -> Corpus:
@@ -148,14 +152,27 @@ def _from_paths(config: DataConfig) -> Corpus:
     )
     if val_files:
         # Validation text first: a document that is in both parts leaves training.
+        # At least one byte: a limit of 0 would be none.
         limit = int(config.max_bytes * config.val_fraction)
-        val, val_cut = collector.take(_chain(val_files), limit)
-        train, cut = collector.take(_chain(train_files), config.max_bytes)
+        limit = max(limit, min(1, config.max_bytes))
+        val, val_cut = collector.take(_chain(val_files, config.max_bytes), limit)
+        if not val:
+            raise no_val_text(val_files)
+        train, cut = collector.take(
+            _chain(train_files, config.max_bytes), config.max_bytes
+        )
+        if not train:
+            raise UserError(
+                f"--data {' '.join(config.data)}: no training text in it, beside "
+                f"that of the files named val* ({_some([str(f) for f in val_files])})"
+            )
         how = f"files named val* ({len(val_files)})"
         if val_cut:
             notes.append(f"validation text cut at {limit:,} bytes")
     else:
-        documents, cut = collector.take(_chain(train_files), config.max_bytes)
+        documents, cut = collector.take(
+            _chain(train_files, config.max_bytes), config.max_bytes
+        )
         if not documents:
             raise UserError(f"--data {' '.join(config.data)}: no text in it")
         train, val, how = split(documents, config.val_fraction)

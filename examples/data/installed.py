@@ -6,6 +6,7 @@ Python is. Beyond that the text depends on what is installed, so a run prints wh
 read and a hash of it.
 """
 
+import codecs
 import hashlib
 import os
 import sysconfig
@@ -50,7 +51,7 @@ def _name_hash(name: str) -> bytes:
 def read_source(path: Path) -> bytes | None:
     """The file as UTF-8 bytes; None if it is unreadable, too small or too large."""
     try:
-        text = path.read_bytes()
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
         text.decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return None

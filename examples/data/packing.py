@@ -1,7 +1,7 @@
 """Pack a stream of documents into token shards, so that it can go on after a stop."""
 
 import dataclasses
-import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from examples.data import shards
+from examples.data.entries import Shard, entry, shard_entries
 from examples.data.prefetch import Prefetch
-from examples.data.shards import Shard
+from examples.data.reading import text_hash
+from examples.data.tokens import FILE as TOKENIZER_FILE
 from examples.data.tokens import Tokenizer
 from examples.flags import UserError
 
@@ -25,8 +27,32 @@ Document = tuple[str | None, bytes]
 
 def split_by_hash(text: bytes, val_fraction: float) -> str:
     """A rule without memory: equal texts are on the same side, wherever they occur."""
-    head = hashlib.sha256(text).digest()[:8]
+    head = text_hash(text)[:8]
     return "val" if int.from_bytes(head) < val_fraction * 2**64 else "train"
+
+
+def read_progress(file: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """What an unfinished preparation has done; it must be the same preparation."""
+    try:
+        progress = json.loads(file.read_text(encoding="utf-8"))
+        before = entry(progress, "identity", dict)
+        if missing := [key for key in identity if key not in before]:
+            raise ValueError(f"identity.{missing[0]} is missing")
+        shard_entries(progress)
+        for key in ("documents_read", "left_out"):
+            entry(progress, key, int)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file}: not valid ({error}); remove the folder and begin again"
+        ) from None
+    if other := [key for key, value in identity.items() if before[key] != value]:
+        raise UserError(
+            f"--out {file.parent}: an unfinished preparation with another "
+            f"{', '.join(other)}; repeat its options or remove the folder"
+        )
+    if not (file.parent / TOKENIZER_FILE).is_file():
+        raise UserError(f"{file.parent / TOKENIZER_FILE}: missing; remove the folder")
+    return progress
 
 
 def _batches(documents: Iterable[Document], size: int) -> Iterator[list[Document]]:
@@ -76,7 +102,7 @@ class Packer:
 
     def resume(self, progress: dict[str, Any]) -> None:
         """Go on where `progress.json` ends."""
-        self.shards = [Shard(**entry) for entry in progress["shards"]]
+        self.shards = [*shard_entries(progress)]
         self.documents_read = progress["documents_read"]
         self.left_out = progress["left_out"]
         if problems := shards.size_problems(self.folder, self.shards):

@@ -5,6 +5,8 @@ file is one document); `.jsonl` files hold one object with a "text" field per li
 may be compressed with xz or gzip.
 """
 
+import codecs
+import hashlib
 import json
 import lzma
 import zlib
@@ -22,6 +24,11 @@ _DECODERS: dict[str, Callable[[], Any]] = {
 SUFFIXES = tuple(kind + packed for kind in _KINDS for packed in ("", *_DECODERS))
 SEPARATOR = b"<|endoftext|>"
 _CHUNK = 1 << 20
+
+
+def text_hash(document: bytes) -> bytes:
+    """Equal for equal texts; whether the last line has an end makes no difference."""
+    return hashlib.sha256(document.rstrip(b"\r\n")).digest()
 
 
 def is_text_file(path: Path) -> bool:
@@ -66,15 +73,28 @@ def _chunks(path: Path) -> Iterator[bytes]:
         raise EOFError("the file holds no compressed stream")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines, line ends kept; each is checked to be valid UTF-8."""
-    number, rest = 0, b""
+def _lines(path: Path, most: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines, line ends kept; each is checked to be valid UTF-8.
+
+    A line that proves longer than `most` bytes (0: no limit) is given cut to them,
+    before its rest is read. A byte order mark that begins the file is no text.
+    """
+    number, held, dropping = 0, 0, False
+    rest: list[bytes] = []
     try:
         for chunk in _chunks(path):
-            *complete, rest = (rest + chunk).split(b"\n")
-            for line in complete:
+            *ended, last = chunk.split(b"\n")
+            for part in ended:
                 number += 1
-                yield number, _checked(path, number, line + b"\n")
+                if not dropping:
+                    yield _checked(path, number, b"".join([*rest, part, b"\n"]))
+                rest, held, dropping = [], 0, False
+            if last and not dropping:
+                rest.append(last)
+                held += len(last)
+            if most and held > most + len(codecs.BOM_UTF8):
+                yield _checked(path, number + 1, b"".join(rest), most)
+                rest, held, dropping = [], 0, True
     except (lzma.LZMAError, zlib.error, EOFError) as error:
         place, kind = f"{path}, after line {number}", path.suffix.removeprefix(".")
         raise UserError(
@@ -83,11 +103,21 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{path}, after line {number}: {reason}") from None
-    if rest:
-        yield number + 1, _checked(path, number + 1, rest)
+    if held:
+        yield _checked(path, number + 1, b"".join(rest))
 
 
-def _checked(path: Path, number: int, line: bytes) -> bytes:
+def cut(text: bytes, size: int) -> bytes:
+    """The first `size` bytes, less a character that the cut would break."""
+    while 0 < size < len(text) and text[size] & 0xC0 == 0x80:
+        size -= 1
+    return text[:size]
+
+
+def _checked(path: Path, number: int, line: bytes, most: int = 0) -> tuple[int, bytes]:
+    if number == 1:
+        line = line.removeprefix(codecs.BOM_UTF8)
+    line = cut(line, most) if most else line
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -96,7 +126,7 @@ def _checked(path: Path, number: int, line: bytes) -> bytes:
             f"{path}, line {number}: invalid UTF-8 (byte 0x{byte:02x} at column "
             f"{column})"
         ) from None
-    return line
+    return number, line
 
 
 def _json_documents(path: Path, field: str) -> Iterator[bytes]:
@@ -117,19 +147,33 @@ def _json_documents(path: Path, field: str) -> Iterator[bytes]:
             raise UserError(f'{place}: lone surrogate in "{field}"') from None
 
 
-def _text_documents(path: Path) -> Iterator[bytes]:
+def _text_documents(path: Path, most: int) -> Iterator[bytes]:
+    # So much that a document is still longer than `most` when it is cut.
+    reach = most + 4 if most else 0
     lines: list[bytes] = []
-    for _, line in _lines(path):
+    held, dropping = 0, False
+    for _, line in _lines(path, reach and reach + 1_000):  # no separator is cut
         if line.strip() == SEPARATOR:
-            yield b"".join(lines)
-            lines = []
-        else:
+            if not dropping:
+                yield b"".join(lines)
+            lines, held, dropping = [], 0, False
+        elif not dropping:
             lines.append(line)
+            held += len(line)
+            if most and held > most:
+                yield cut(b"".join(lines), reach)
+                lines, dropping = [], True
     yield b"".join(lines)
 
 
-def read_documents(path: Path, field: str = "text") -> Iterator[bytes]:
-    """Yield the UTF-8 documents of one file; blank ones between separators go."""
-    json_lines = ".jsonl" in path.suffixes
-    documents = _json_documents(path, field) if json_lines else _text_documents(path)
+def read_documents(path: Path, field: str = "text", most: int = 0) -> Iterator[bytes]:
+    """Yield the UTF-8 documents of one file; blank ones between separators go.
+
+    Who takes no more than `most` bytes (0: all) need not wait for the end of a text
+    document that is longer: it comes cut, but longer than `most` all the same.
+    """
+    if ".jsonl" in path.suffixes:
+        documents = _json_documents(path, field)
+    else:
+        documents = _text_documents(path, most)
     return (document for document in documents if document.strip())

@@ -7,6 +7,7 @@ a folder without it is not complete. Shards end where a document ends.
 """
 
 import bisect
+import contextlib
 import hashlib
 import json
 import os
@@ -43,7 +44,8 @@ def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     folder = os.open(path.parent, os.O_RDONLY)
     try:

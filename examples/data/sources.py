@@ -35,14 +35,16 @@ class TextFiles:
         held_out: set[bytes] = set()
         for path in self._val:
             for text in reading.read_documents(path, self._field):
-                held_out.add(hashlib.sha256(text).digest())
+                held_out.add(reading.text_hash(text))
                 yield "val", text
+        if self._val and not held_out:
+            raise corpus.no_val_text(self._val)
         for path in self._train:
             for text in reading.read_documents(path, self._field):
                 if not self._val:
                     yield None, text
                     continue
-                seen = hashlib.sha256(text).digest() in held_out
+                seen = reading.text_hash(text) in held_out
                 yield "out" if seen else "train", text
 
 

@@ -89,7 +89,8 @@ class SubwordTokenizer:
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
-        self._tokenizer.save(str(path))
+        # Its own `save` raises bare Exception where the file cannot be written.
+        path.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.ndarray:

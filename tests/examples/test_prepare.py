@@ -234,3 +234,79 @@ def test_the_byte_tokenizer_is_kept_too(run: Run, text: Path, tmp_path: Path) ->
     assert run("--data", text, "--out", tmp_path / "out", *SMALL)[0] == 0
     tokenizer = shards.open_folder(tmp_path / "out").tokenizer()
     assert isinstance(tokenizer, tok.ByteTokenizer)
+
+
+def test_a_last_line_end_does_not_choose_the_split(run: Run, tmp_path: Path) -> None:
+    for number, end in enumerate(("", "\n", "\r\n\n")):
+        lines = [json.dumps({"text": text.rstrip() + end}) for text in DOCUMENTS]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "out"
+    assert run("--data", tmp_path, "--out", out, *SMALL)[0] == 0
+    train, val = (
+        {text.rstrip() for text in documents(out, split)} for split in ("train", "val")
+    )
+    assert not train & val
+
+
+def test_text_that_is_not_there(run: Run, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_text("\n")
+    out = tmp_path / "out"
+    for tokenizer in ("bytes", "bpe"):
+        argv = ["--data", tmp_path / "empty", "--out", out / tokenizer]
+        code, said = run(*argv, *SMALL, "--tokenizer", tokenizer)
+        assert code == 2 and "no text in it" in said and "--val" not in said
+    (tmp_path / "val.txt").write_text("")
+    code, said = run("--data", text, tmp_path / "val.txt", "--out", out / "3", *SMALL)
+    assert code == 2 and "val.txt: no text in it; files named val*" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"identity": {}}, "identity.hf_dataset is missing"),
+        ({"identity": 3}, "identity is 3, not an object"),
+        ({"identity": None, "shards": []}, "identity is None"),
+        ([], "the file is [], not an object"),
+        ({"shards": [{"name": None}]}, "shards[0].name is None, not a text"),
+        ({"shards": None}, "shards is None, not a list"),
+        ({"documents_read": "9"}, "documents_read is '9', not a number"),
+    ],
+)
+def test_a_broken_progress_is_named(
+    run: Run,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: Any,
+    expected: str,
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "make_index", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run("--data", text, "--out", out, *SMALL)
+    file = out / shards.PROGRESS
+    if isinstance(content, dict) and "identity" not in content:
+        content = {**json.loads(file.read_text()), **content}
+    file.write_text(json.dumps(content))
+    code, said = run("--data", text, "--out", out, *SMALL)
+    assert code == 2 and "progress.json: not valid" in said and expected in said
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_folder_that_cannot_be_written(
+    run: Run,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: str,
+) -> None:
+    def refused(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    argv = ["--data", text, "--out", tmp_path, *SMALL, "--tokenizer", tokenizer]
+    code, said = run(*argv, "--vocab-size", "300")
+    assert code == 2 and "tokenizer.json: Permission denied" in said
+    assert said.count("\n") == 1

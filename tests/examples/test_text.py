@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -164,3 +165,75 @@ def test_installed_sources_are_deterministic_and_split_by_file() -> None:
     assert not set(first.train) & set(first.val)
     files = installed.source_files()
     assert len(files) == len(set(files)) > 100
+
+
+def test_a_last_line_end_does_not_make_another_document(tmp_path: Path) -> None:
+    parts = [*DOCUMENTS, DOCUMENTS[0].rstrip("\n"), DOCUMENTS[1] + "\r\n"]
+    text = load(write(tmp_path / "a.txt", "\n<|endoftext|>\n".join(parts).encode()))
+    assert len(text.train) + len(text.val) == len(DOCUMENTS)
+    write(tmp_path / "val.jsonl", LINES[: LINES.index(b"\n") + 1])
+    text = load(tmp_path)
+    assert text.val == [DOCUMENTS[0].encode()]
+    assert not any(t.startswith(b"document 0\n") for t in text.train)
+
+
+@pytest.mark.parametrize("suffix", reading.SUFFIXES)
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, suffix: str) -> None:
+    content = LINES if "jsonl" in suffix else JOINED
+    path = write(tmp_path / f"text{suffix}", b"\xef\xbb\xbf" + content)
+    assert list(reading.read_documents(path)) == [text.encode() for text in DOCUMENTS]
+
+
+def test_an_empty_validation_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "train.txt", JOINED)
+    write(tmp_path / "val.txt", b"\n")
+    with pytest.raises(UserError, match=r"val\.txt: no text in it; files named val\*"):
+        load(tmp_path)
+    write(tmp_path / "val.txt", DOCUMENTS[0].encode())
+    write(tmp_path / "train.txt", DOCUMENTS[0].encode())
+    with pytest.raises(UserError, match="no training text in it, beside"):
+        load(tmp_path)
+
+
+def test_one_huge_line_is_read_in_linear_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_CHUNK", 1 << 10)
+    line = b"0123456789abcdef" * (1 << 20)
+    path = write(tmp_path / "a.txt", line + b"\nnext\n")
+    begin = time.process_time()
+    assert list(reading.read_documents(path)) == [line + b"\nnext\n"]
+    assert time.process_time() - begin < 3  # copying all at every chunk takes minutes
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize("most", [3, 20, 50, 1_000])
+def test_a_limit_cuts_documents_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, most: int
+) -> None:
+    """However the file is read: each is whole, or its beginning and above the limit."""
+    monkeypatch.setattr(reading, "_CHUNK", chunk)
+    whole = [
+        "\u00e9" * 30,
+        "a\n" * 30,
+        "ab\n" + "\U0001f600" * 20,
+        "short",
+        "b" * 51,
+        "x" + "\u00e9" * 3_000,
+    ]
+    raw = [f"{text}\n".encode() for text in whole]
+    path = write(tmp_path / "a.txt", b"<|endoftext|>\n".join(raw))
+    found = list(reading.read_documents(path, most=most))
+    for text, given in zip(raw, found, strict=True):
+        if len(text) <= most:
+            assert given == text
+        assert text.startswith(given) and len(given) > min(most, len(text) - 1)
+        given.decode()
+    monkeypatch.setattr(reading, "_CHUNK", 1 << 20)
+    assert list(reading.read_documents(path, most=most)) == found
+
+
+def test_max_bytes_does_not_read_on(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"x" * (3 << 20) + b"\xff")
+    text = load(path, max_bytes=1000)
+    assert text.train_bytes + text.val_bytes == 1000
