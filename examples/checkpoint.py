@@ -7,6 +7,7 @@ read; then the one before it is taken.
 
 import contextlib
 import logging
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,11 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from examples import optim
-from examples.config import Config
+from examples.config import CHECKPOINT_FOLDER, Config
 from examples.flags import UserError
-from examples.folder import stored_settings
+from examples.folder import WriteFailed, stored_config, stored_settings
 from examples.mesh import make_mesh
 from examples.state import TrainState, abstract_params, make_model
-
-CHECKPOINT_FOLDER = "checkpoints"
 
 # Its warnings are about fallbacks that are no news here; errors reach us as exceptions.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -52,7 +51,8 @@ def _reason(error: BaseException) -> str:
         if known in text:
             return known
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:150]}" if lines else repr(error)
+    said = textwrap.shorten(lines[0], 150, placeholder=" ...") if lines else ""
+    return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
@@ -79,9 +79,14 @@ class Store:
         self._folder = folder.resolve()
         self._pending: tuple[int, Any] | None = None
         newest: Any = ocp.training.preservation_policies.LatestN(keep)
-        self._manager = ocp.training.Checkpointer(
-            str(self._folder), preservation_policy=newest, cleanup_tmp_directories=True
-        )
+        try:
+            self._manager = ocp.training.Checkpointer(
+                str(self._folder),
+                preservation_policy=newest,
+                cleanup_tmp_directories=True,
+            )
+        except OSError as error:
+            raise WriteFailed(self._folder, error) from None
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
@@ -159,7 +164,8 @@ class Store:
             step, why = bad[0]
             raise UserError(
                 f"{self._folder}: none of {len(bad)} checkpoints is readable "
-                f"(step {step}: {why})"
+                f"(step {step}: {why}); put back a copy of one, or move that folder "
+                "away and --resume from the first step"
             )
         return None, []
 
@@ -192,8 +198,8 @@ def load_params(
       The parameters (the averaged ones if the run has --ema), and the configuration.
     """
     folder = Path(run_folder)
-    settings = stored_settings(folder)
-    config = Config.from_dict(settings["config"])
+    config = stored_config(folder)
+    vocab_size = stored_settings(folder)["vocab_size"]
     names = [plan.name for plan in optim.plans(config.optim, config.run.steps)]
     if optimizer is None and len(names) == 1:
         (optimizer,) = names
@@ -203,7 +209,7 @@ def load_params(
     place = (folder / CHECKPOINT_FOLDER / optimizer).resolve()
     if not place.is_dir():
         raise UserError(f"{place}: no such folder; the run has no checkpoint yet")
-    _, init = make_model(config.model, settings["vocab_size"])
+    _, init = make_model(config.model, vocab_size)
     params = abstract_params(init, make_mesh("", jax.local_devices()[:1]))
     name = "params" if config.run.ema is None else "ema"
     with ocp.training.Checkpointer(str(place)) as manager:
@@ -217,5 +223,15 @@ def load_params(
         except Exception as error:  # whatever is damaged raises its own kind
             raise UserError(
                 f"{place}: the checkpoint of step {chosen} is unreadable "
-                f"({_reason(error)}); --step takes another of {steps}"
+                f"({_reason(error)}); "
+                + _remedy(manager, {name: params}, [n for n in steps if n != chosen])
             ) from None
+
+
+def _remedy(manager: Any, abstract: dict[str, Any], others: list[int]) -> str:
+    """What to do about a damaged checkpoint: take the newest that can be read."""
+    for step in reversed(others):
+        with contextlib.suppress(Exception):
+            manager.load_checkpointables(step, abstract)
+            return f"--step {step} can be read"
+    return "no other can be read: put back a copy of one, or train again"

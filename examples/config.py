@@ -17,6 +17,8 @@ from examples.flags import UserError, check, check_range, option
 from examples.models.config import ModelConfig
 
 SETTINGS_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINT_FOLDER = "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,15 +148,6 @@ class SaveConfig:
         check_range(self, "keep", 1)
 
 
-# What may differ between the start of a run and its continuation: nothing here changes
-# what is computed, except that more steps make the schedule longer.
-_FREE = frozenset(
-    "steps accumulate mesh distributed loss_chunks max_bad_steps eval_every log_every "
-    "eval_tokens compile_cache tensorboard wandb out data remat attention "
-    "save_every save_minutes keep resume".split()
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Everything a run depends on."""
@@ -175,8 +168,11 @@ class Config:
         sections = {}
         for name, section in SECTIONS.items():
             known = {field.name for field in dataclasses.fields(section)}
-            values = {k: v for k, v in content.get(name, {}).items() if k in known}
+            stored = content.get(name, {})
+            check(isinstance(stored, Mapping), f"{name!r} must hold options")
+            values = {k: v for k, v in stored.items() if k in known}
             tuples = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+            flags.check_types(section, values | tuples)
             sections[name] = section(**(values | tuples))
         return cls(**sections)
 
@@ -196,22 +192,6 @@ SECTIONS: dict[str, type] = {
     field.name: typing.get_type_hints(Config)[field.name]
     for field in dataclasses.fields(Config)
 }
-
-
-def check_unchanged(old: Config, new: Config) -> None:
-    """Name the options that a continued run must not change, if they differ."""
-    before, after = old.flat(), new.flat()
-    changed = [k for k in after if k not in _FREE and before[k] != after[k]]
-    if after["steps"] < before["steps"]:
-        changed.append("steps")
-    said = ", ".join(
-        f"--{k.replace('_', '-')} was {before[k]}, now {after[k]}" for k in changed
-    )
-    check(
-        not changed,
-        f"--resume {new.run.out}: options differ: {said}; leave them as they were, or "
-        "choose another --out",
-    )
 
 
 def _read(
@@ -237,12 +217,13 @@ def parse(argv: Sequence[str] | None = None) -> Config:
         return config
     if config.run.out is None:
         raise UserError("--resume needs --out, the folder of the run")
-    from examples.folder import stored_settings  # which imports this module
+    # Which imports this module.
+    from examples.folder import check_unchanged, holds_run, stored_config
 
     folder = Path(config.run.out)
-    if config.save.resume == "auto" and not (folder / SETTINGS_FILE).exists():
+    if config.save.resume == "auto" and not holds_run(folder):
         return config
-    old = Config.from_dict(stored_settings(folder)["config"])
+    old = stored_config(folder)
     config = _read(argv, old.flat() | {"resume": config.save.resume})
-    check_unchanged(old, config)
+    check_unchanged(old, config, f"--resume {folder}")
     return config

@@ -52,6 +52,27 @@ def check_range(
     )
 
 
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from a file is of a field's type."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+    if hint in (int, float):  # of which bool is a kind, and int is as good as a float
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def check_types(section: type, values: Mapping[str, Any]) -> None:
+    """`UserError` if values for some fields of a section are not of their types."""
+    hints = typing.get_type_hints(section)
+    for name, value in values.items():
+        check(_fits(value, hints[name]), f"{name} cannot be {value!r:.50}")
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse prints a usage text and exits; one line is enough for our users."""
 

@@ -1,36 +1,53 @@
-"""The folder of a run: who may write into it, and how its records go on."""
+"""The folder of a run: who may write into it, and what it was begun with."""
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.config import SETTINGS_FILE, Config
-from examples.flags import UserError
+from examples.config import CHECKPOINT_FOLDER, METRICS_FILE, SETTINGS_FILE, Config
+from examples.flags import UserError, check
 
-METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = "lock"
+
+# What may differ between the start of a run and its continuation: nothing here changes
+# what is computed, except that more steps make the schedule longer.
+_FREE = frozenset(
+    "steps accumulate mesh distributed loss_chunks max_bad_steps eval_every log_every "
+    "eval_tokens compile_cache tensorboard wandb out data remat attention "
+    "save_every save_minutes keep resume".split()
+)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of one JSONL file; a last line cut off by a kill is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+class WriteFailed(UserError):
+    """A file could not be written, the disk being full, say; exit code 1."""
+
+    def __init__(self, path: Path, error: OSError):
+        super().__init__(f"{path} could not be written: {error.strerror or error}")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file: whoever reads it finds the old text or the new one."""
     beside = path.with_name(path.name + ".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise WriteFailed(path, error) from None
 
 
 def holds_run(folder: Path) -> bool:
     """Whether a run was started there."""
-    return (folder / SETTINGS_FILE).exists() or (folder / METRICS_FILE).exists()
+    names = (SETTINGS_FILE, METRICS_FILE, CHECKPOINT_FOLDER)
+    return any((folder / name).exists() for name in names)
 
 
 def claim_folder(config: Config) -> Path:
@@ -65,15 +82,84 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         raise UserError(f"--out {folder}: {error.strerror}") from None
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[None, None, None]:
+    """Keep other runs out of the folder; the system lets go when a process is killed.
+
+    Some network file systems know no locks: there the run goes on without one.
+    """
+    path = folder / LOCK_FILE
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise WriteFailed(path, error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--out {folder}: another run is writing there; wait until it ends, or "
+                "choose another --out"
+            ) from None
+        except OSError:
+            pass
+        yield
+
+
 def stored_settings(folder: Path) -> dict[str, Any]:
     """What `config.json` of a run says; `UserError` if it cannot be read."""
     path = folder / SETTINGS_FILE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder}: no run there (no {SETTINGS_FILE})") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: unreadable ({error})") from None
+    needed = {"config": dict, "vocab_size": int, "text": str}
+    for key, kind in needed.items():
+        if not isinstance(found, dict) or not isinstance(found.get(key), kind):
+            raise UserError(f"{path}: damaged (no {key!r}); put back a copy of it")
+    return found
+
+
+def stored_config(folder: Path) -> Config:
+    """The options that a run was begun with; `UserError` if they cannot be read."""
+    if holds_run(folder) and not (folder / SETTINGS_FILE).exists():
+        raise UserError(
+            f"{folder}: holds a run whose {SETTINGS_FILE} is lost, and with it the "
+            "options to go on with; put back a copy, or choose another folder"
+        )
+    content = stored_settings(folder)["config"]
+    try:
+        return Config.from_dict(content)
+    except UserError as error:
+        raise UserError(f"{folder / SETTINGS_FILE}: damaged ({error})") from None
+
+
+def check_unchanged(
+    old: Config, new: Config, where: str, also: Sequence[str] = ()
+) -> None:
+    """Name the options that a continued run must not change, if they differ.
+
+    Args:
+      old: what the run was begun with.
+      new: what is asked for now.
+      where: the option that named the run, for the message.
+      also: further options that must not change.
+    """
+    before, after = old.flat(), new.flat()
+    fixed = (after.keys() - _FREE) | set(also)
+    changed = [k for k in after if k in fixed and before[k] != after[k]]
+    if after["steps"] < before["steps"]:
+        changed.append("steps")
+    said = ", ".join(
+        f"--{k.replace('_', '-')} was {before[k]}, now {after[k]}" for k in changed
+    )
+    check(
+        not changed,
+        f"{where}: options differ: {said}; leave them as they were, or choose another "
+        "--out",
+    )
 
 
 def store_settings(
@@ -114,20 +200,3 @@ def store_settings(
         "tokens": tokens_digest,
     }
     write_atomically(path, json.dumps(content, indent=2) + "\n")
-
-
-def rewind(
-    folder: Path, keep: Callable[[dict[str, Any]], bool]
-) -> list[dict[str, Any]]:
-    """Drop the records that `keep` refuses; returns those that stay.
-
-    A run that goes on from a checkpoint will write them once more.
-    """
-    path = folder / METRICS_FILE
-    if not path.exists():
-        return []
-    records = [record for record in read_metrics(path) if keep(record)]
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    if text != path.read_text(encoding="utf-8"):
-        write_atomically(path, text)
-    return records

@@ -12,8 +12,10 @@ from jax.experimental import multihost_utils
 
 from examples import checkpoint, hardware, optim, step
 from examples import state as states
+from examples.clock import Clock
 from examples.data.prefetch import Prefetch
 from examples.flags import UserError
+from examples.folder import WriteFailed
 from examples.models import flops_per_token
 from examples.report import Report, Result, perplexity
 from examples.setup import Setup, evaluate, place
@@ -26,24 +28,6 @@ _STEPS_AHEAD = 2
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; shown as one line, exit code 1."""
-
-
-class _Clock:
-    """Seconds spent training, compilation, validation and saving left out."""
-
-    def __init__(self, before: float) -> None:
-        self._total, self._since = before, time.perf_counter()
-
-    def pause(self) -> float:
-        self._total = self.seconds()
-        self.resume()
-        return self._total
-
-    def resume(self) -> None:
-        self._since = time.perf_counter()
-
-    def seconds(self) -> float:
-        return self._total + time.perf_counter() - self._since
 
 
 class Training:
@@ -101,7 +85,7 @@ class Training:
         records = self._report.rewind(keep)
         mine = [r for r in records if r.get("optimizer") == name]
         times = [r["seconds"] for r in mine if r["kind"] == "train"]
-        self._clock = _Clock(max(times, default=0.0))
+        self._clock = Clock(max(times, default=0.0))
         self._trained = self._clock.seconds()
         self._mark = (first, self._trained)
         self._skipped = int(state.skipped)
@@ -213,6 +197,8 @@ class Training:
                         self._store.wait()
                         where = f"step {number} of {self._plan.name}"
                         raise Interrupted(signal, where)
+        except WriteFailed:  # a checkpoint must not be newer than the records
+            raise
         except (TrainingStopped, UserError):  # the latter of damaged data
             self._store.save(state)  # which skipped steps have left as it was
             raise

@@ -17,8 +17,10 @@ matplotlib.use("Agg")  # no display is needed, or touched
 
 from matplotlib import pyplot as plt  # noqa: E402
 
+from examples.config import METRICS_FILE  # noqa: E402
 from examples.flags import UserError  # noqa: E402
-from examples.folder import METRICS_FILE, read_metrics  # noqa: E402
+from examples.folder import WriteFailed  # noqa: E402
+from examples.records import read_metrics  # noqa: E402
 
 SWEEP_FILE = "sweep.json"
 Records = list[dict[str, Any]]
@@ -85,10 +87,19 @@ def _write(figure: Any, target: Path) -> Path:
     try:
         figure.savefig(target, dpi=120)
     except OSError as error:
-        raise UserError(f"{target}: {error.strerror}") from None
+        raise WriteFailed(target, error) from None
     finally:
         plt.close(figure)
     return target
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / SWEEP_FILE
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        return {"rows": summary["rows"], "varied": summary["varied"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: unreadable ({error!r}); sweep again") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,8 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(plot_runs(folders, Path(options.out or folders[0] / "loss.png")))
         for folder in folders:
             if (folder / SWEEP_FILE).exists():
-                summary = json.loads((folder / SWEEP_FILE).read_text(encoding="utf-8"))
-                print(plot_sweep(summary, folder / "sweep.png"))
+                print(plot_sweep(_summary(folder), folder / "sweep.png"))
     except UserError as problem:
         print(f"plot: error: {problem}", file=sys.stderr)
         return 2

@@ -27,14 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(error, 2)
     # Imported late: a bad option is reported without waiting for JAX.
-    from examples import checkpoint, loop, runs, signals
+    from examples import checkpoint, folder, loop, runs, signals
 
     try:
         runs.run(config)
+    except (
+        loop.TrainingStopped,
+        checkpoint.CheckpointFailed,
+        folder.WriteFailed,
+    ) as error:
+        return _fail(error, 1)
     except UserError as error:
         return _fail(error, 2)
-    except (loop.TrainingStopped, checkpoint.CheckpointFailed) as error:
-        return _fail(error, 1)
     except signals.Interrupted as error:
         return _fail(error, error.code)
     except KeyboardInterrupt:

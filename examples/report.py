@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,9 +22,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from examples.config import Config
+from examples.config import METRICS_FILE, Config
 from examples.flags import UserError
-from examples.folder import METRICS_FILE, rewind
+from examples.records import RecordFile
 from examples.sinks import open_sinks
 
 
@@ -98,10 +96,9 @@ class Report:
         self._begun_at: int | None = None
         self._latest: dict[str, float | None] = {"loss": math.nan}
         self._sinks = open_sinks(config, folder) if self._active else []
-        self._path = folder / METRICS_FILE if self._active else Path(os.devnull)
-        # Exclusive creation: two runs never write into one file.
-        mode = "x" if self._active and config.save.resume == "no" else "a"
-        self._file = self._path.open(mode, encoding="utf-8")
+        # A new run never writes into the file of another.
+        new, path = config.save.resume == "no", folder / METRICS_FILE
+        self._file = RecordFile(path, new=new) if self._active else None
         self._bar = Progress(
             TextColumn("{task.description:>8}"),
             BarColumn(bar_width=24),
@@ -127,7 +124,8 @@ class Report:
             if kind is not None:
                 self.record("stopped", reason=str(error) or kind.__name__)
         self._bar.stop()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def say(self, *lines: str) -> None:
         """Print lines as they are, without colours or wrapping."""
@@ -142,25 +140,17 @@ class Report:
             else value
             for key, value in fields.items()
         }
-        try:
-            self._file.write(json.dumps({"kind": kind, **known}) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise UserError(f"{self._path}: {error.strerror}") from None
+        if self._file is not None:
+            self._file.write({"kind": kind, **known})
 
     def rewind(self, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
         """Drop the records that `keep` refuses; returns those that stay."""
-        if not self._active:
-            return []
-        self._file.close()
-        records = rewind(self.folder, keep)
-        self._file = self._path.open("a", encoding="utf-8")
-        return records
+        return [] if self._file is None else self._file.rewind(keep)
 
     def sync(self) -> None:
         """Return when the records so far would survive a power failure."""
-        if self._active:
-            os.fsync(self._file.fileno())
+        if self._file is not None:
+            self._file.sync()
 
     def begin(self, name: str, step: int) -> None:
         """Announce the next optimizer: it compiles before its first step."""

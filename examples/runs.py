@@ -10,13 +10,14 @@ import jax
 
 import muon2_optax as m2
 from examples import hardware, optim, plot
-from examples.checkpoint import CHECKPOINT_FOLDER, Store
-from examples.config import Config
+from examples.checkpoint import Store
+from examples.config import CHECKPOINT_FOLDER, METRICS_FILE, Config
 from examples.data import loader
 from examples.flags import UserError
-from examples.folder import METRICS_FILE, claim_folder, read_metrics, store_settings
+from examples.folder import WriteFailed, claim_folder, locked, store_settings
 from examples.loop import Training
 from examples.models import active_parameter_count, matrix_rules, parameter_count
+from examples.records import read_metrics
 from examples.report import Report, Result
 from examples.setup import Setup, prepare
 from examples.signals import Signals
@@ -58,9 +59,12 @@ def _describe(setup: Setup, report: Report) -> None:
 def _write_notes(setup: Setup, rules: m2.MatrixRules, folder: Path) -> None:
     """What else a reader of the run needs: its tokenizer, and the routing."""
     if jax.process_index() == 0:
-        setup.data.tokenizer.save(folder / "tokenizer.json")
         routing = rules.describe(setup.params)
-        (folder / "parameters.txt").write_text(routing + "\n", encoding="utf-8")
+        try:
+            setup.data.tokenizer.save(folder / "tokenizer.json")
+            (folder / "parameters.txt").write_text(routing + "\n", encoding="utf-8")
+        except OSError as error:
+            raise WriteFailed(folder / "parameters.txt", error) from None
 
 
 def _earlier_results(config: Config, folder: Path) -> dict[str, Result]:
@@ -70,7 +74,7 @@ def _earlier_results(config: Config, folder: Path) -> dict[str, Result]:
         return {}
     fields = {field.name for field in dataclasses.fields(Result)}
     records = [r for r in read_metrics(path) if r["kind"] == "result"]
-    found = [Result(**{k: r[k] for k in fields}) for r in records]
+    found = [Result(**{k: r[k] for k in fields}) for r in records if fields <= r.keys()]
     return {r.optimizer: r for r in found if r.steps == config.run.steps}
 
 
@@ -94,34 +98,19 @@ def _join(config: Config) -> None:
             raise UserError(f"--distributed: {error}") from None
 
 
-def run(config: Config) -> list[Result]:
+def _train(
+    setup: Setup, folder: Path, begin: float, done: dict[str, Result]
+) -> list[Result]:
     """Train with every optimizer that has not finished yet, and compare them all."""
-    begin = time.perf_counter()
-    plans = optim.plans(config.optim, config.run.steps)
-    if config.run.deterministic:
-        config = _repeatable(config)
-    _join(config)
-    data = loader.load(config)
-    folder = claim_folder(config)
-    setup = prepare(config, data)
-    store_settings(
-        folder,
-        config,
-        data.tokenizer.vocab_size,
-        data.about.digest,
-        data.about.tokens_digest,
-        write=jax.process_index() == 0,
-    )
+    config = setup.config
     rules = matrix_rules(config.model)
     shardings = m2.Shardings.of(setup.params) if setup.mesh.size > 1 else None
     plans = optim.plans(
         config.optim, config.run.steps, rules=rules, shardings=shardings
     )
-    done = _earlier_results(config, folder)
-    names = [plan.name for plan in plans]
     results = []
     with (
-        Report(config, folder, names) as report,
+        Report(config, folder, [plan.name for plan in plans]) as report,
         Signals() as signals,
         jax.set_mesh(setup.mesh),
     ):
@@ -139,3 +128,27 @@ def run(config: Config) -> list[Result]:
         figure = plot.plot_runs([folder], folder / "loss.png")
         report.table(results, figure, time.perf_counter() - begin)
     return results
+
+
+def run(config: Config) -> list[Result]:
+    """A run from the text to the figure; it alone writes into its folder."""
+    begin = time.perf_counter()
+    optim.plans(config.optim, config.run.steps)  # bad names are refused at once
+    if config.run.deterministic:
+        config = _repeatable(config)
+    _join(config)
+    data = loader.load(config)
+    folder = claim_folder(config)
+    first = jax.process_index() == 0
+    with locked(folder) if first else contextlib.nullcontext():
+        setup = prepare(config, data)
+        done = _earlier_results(config, folder)  # before anything is written
+        store_settings(
+            folder,
+            config,
+            data.tokenizer.vocab_size,
+            data.about.digest,
+            data.about.tokens_digest,
+            write=first,
+        )
+        return _train(setup, folder, begin, done)

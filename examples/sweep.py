@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from examples import config as configs
+from examples.config import METRICS_FILE
 from examples.flags import UserError, check
-from examples.folder import METRICS_FILE, read_metrics, write_atomically
+from examples.folder import check_unchanged, holds_run, stored_config, write_atomically
+from examples.records import read_metrics
 
 SWEEP_FILE = "sweep.json"
 Setting = dict[str, str]
@@ -74,6 +76,17 @@ def _results(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS_FILE
     records = read_metrics(path) if path.exists() else []
     return [record for record in records if record["kind"] == "result"]
+
+
+# Of what a run may change when it goes on, what its numbers depend on.
+_OF_RESULTS = ("data", "eval_tokens")
+
+
+def _check_begun(folder: Path, wanted: configs.Config) -> None:
+    """What a run there was begun with must be what is asked for now."""
+    if holds_run(folder):
+        old = stored_config(folder)
+        check_unchanged(old, wanted, f"--out {folder}", _OF_RESULTS)
 
 
 def _finished(folder: Path, argv: Sequence[str]) -> bool:
@@ -157,9 +170,10 @@ def sweep(grid: Mapping[str, Sequence[str]], out: Path, common: Sequence[str]) -
 
     chosen = settings(grid)
     argvs = [[*common, *_flags(setting)] for setting in chosen]
-    for argv in argvs:  # all of them, before the first takes its time
+    for setting, argv in zip(chosen, argvs, strict=True):  # all, before any starts
         wanted = configs.parse(argv)
         optim.plans(wanted.optim, wanted.run.steps)
+        _check_begun(out / folder_name(setting), wanted)
     codes: dict[str, int] = {}
     for number, (setting, argv) in enumerate(zip(chosen, argvs, strict=True), 1):
         name = folder_name(setting)

@@ -1,5 +1,6 @@
 """Full disks, damaged checkpoints, other meshes: the last good state is never lost."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import checkpoint, step
+from examples import checkpoint, plot, step
 from examples.config import parse
 from examples.data import loader
 from examples.flags import UserError
-from examples.folder import read_metrics
+from examples.folder import WriteFailed, locked
 from examples.pretrain import main
+from examples.records import RecordFile, read_metrics
 
 ROOT = Path(__file__).parents[2]
 # Orbax forgets a coroutine where a checkpoint is damaged.
@@ -64,6 +66,10 @@ def cut_back(finished: Path, target: Path, *removed: str) -> Path:
     shutil.copytree(finished, target)
     for name in removed:
         shutil.rmtree(target / "checkpoints" / "muon2" / name)
+    if "12" in removed:  # then there was no result yet
+        path = target / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(x for x in lines if '"kind": "result"' not in x))
     return target
 
 
@@ -135,6 +141,19 @@ def test_when_nothing_is_readable_nothing_is_touched(
         checkpoint.load_params(folder)
 
 
+def test_a_damaged_checkpoint_has_a_neighbour(finished: Path, tmp_path: Path) -> None:
+    folder = cut_back(finished, tmp_path / "run")
+    place = folder / "checkpoints" / "muon2"
+    for name in ("8", "12"):
+        damage(place / name / "params", "truncated")
+    with pytest.raises(UserError, match=r"step 12 is unreadable .*; --step 4 can be"):
+        checkpoint.load_params(folder)
+    checkpoint.load_params(folder, step=4)
+    damage(place / "4" / "params", "truncated")
+    with pytest.raises(UserError, match="no other can be read: put back a copy"):
+        checkpoint.load_params(folder)
+
+
 def test_other_text_is_refused(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +187,54 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     assert {"4", "8", "12"} < set(steps(folder))
     assert main(["--resume", "--out", str(folder)]) == 0
     assert list(losses(folder)) == list(range(1, 17))
+
+
+def test_cut_and_damaged_records(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a kill cut off is written anew; what cannot be read is named and left."""
+    folder = cut_back(finished, tmp_path / "run", "12")
+    path = folder / "metrics.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before.replace(b"\n", b"\n\xff\n", 1))
+    assert main(["--resume", "--out", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert "metrics.jsonl: line 2 is damaged" in err and err.count("\n") == 1
+    assert plot.main([str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert "metrics.jsonl: line 2 is damaged" in err and err.count("\n") == 1
+    assert path.read_bytes() == before.replace(b"\n", b"\n\xff\n", 1)
+    path.write_bytes(before[: before.rindex(b'"train"') + 3])
+    assert main(["--resume", "--out", str(folder)]) == 0
+    assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
+
+
+def test_records_that_cannot_be_written_end_the_run(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = cut_back(finished, tmp_path / "run", "12")
+    before = steps(folder)
+    write, full = RecordFile.write, OSError(errno.ENOSPC, "No space left on device")
+
+    def failing(self: RecordFile, record: dict[str, Any]) -> None:
+        if record.get("step") == 10:
+            raise WriteFailed(folder / "metrics.jsonl", full)
+        write(self, record)
+
+    monkeypatch.setattr(RecordFile, "write", failing)
+    assert main(["--resume", "--out", str(folder)]) == 1
+    err = capsys.readouterr().err
+    assert "metrics.jsonl could not be written: No space" in err
+    assert err.count("\n") == 1 and steps(folder) == before
+    monkeypatch.undo()
+    with locked(folder):
+        assert main(["--resume", "--out", str(folder)]) == 2
+    assert "another run is writing there" in capsys.readouterr().err
+    assert main(["--resume", "--out", str(folder)]) == 0
+    assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
 
 
 def test_digest_sees_every_bit_and_no_division() -> None:

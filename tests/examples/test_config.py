@@ -128,7 +128,7 @@ def continued(folder: Path, *more: str) -> config.Config:
 def test_a_continued_run_has_the_options_of_its_start(tmp_path: Path) -> None:
     argv = ["--out", str(tmp_path), "--steps", "9", "--data", "a", "b", "--b1", "0.9"]
     begun = config.parse([*argv, "--resume", "auto"])
-    content = json.dumps({"config": begun.as_dict()})
+    content = json.dumps({"config": begun.as_dict(), "vocab_size": 9, "text": ""})
     (tmp_path / "config.json").write_text(content)
     again = continued(tmp_path)
     assert (again.run.steps, again.data.data, again.optim.b1) == (9, ("a", "b"), 0.9)
@@ -151,7 +151,7 @@ def test_a_continued_run_names_what_must_not_change(
     more: list[str], said: str, tmp_path: Path
 ) -> None:
     begun = config.parse(["--steps", "9"])
-    content = json.dumps({"config": begun.as_dict()})
+    content = json.dumps({"config": begun.as_dict(), "vocab_size": 9, "text": ""})
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=said):
         continued(tmp_path, *more)

@@ -16,9 +16,10 @@ from examples import hardware, plot
 from examples.checkpoint import load_params
 from examples.config import parse
 from examples.flags import UserError
-from examples.folder import claim_folder, read_metrics
+from examples.folder import claim_folder
 from examples.models import flops_per_token
 from examples.pretrain import main
+from examples.records import read_metrics
 
 Records = list[dict]
 

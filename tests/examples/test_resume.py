@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from examples import checkpoint
-from examples.folder import read_metrics
+from examples.records import read_metrics
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = (

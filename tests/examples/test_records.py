@@ -1,0 +1,159 @@
+"""A run's folder and its records: cut, damaged, locked, or on a full disk."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import config, pretrain, sample
+from examples.flags import UserError
+from examples.folder import WriteFailed, claim_folder, locked, write_atomically
+from examples.records import RecordFile, read_metrics
+
+TRAIN = {"kind": "train", "optimizer": "muon2", "step": 1, "tokens": 8, "seconds": 0.1}
+TRAIN |= {"loss": 5.5}
+
+
+def test_a_line_that_a_kill_cut_off_is_removed_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = json.dumps(TRAIN) + "\n"
+    for tail in ('{"kind": "tr', "\0" * 40, whole[:-1]):
+        path.write_text(whole + tail)
+        file = RecordFile(path, new=False)
+        file.write(TRAIN | {"step": 2})
+        assert [r["step"] for r in read_metrics(path)] == [1, 2]
+        assert [r["step"] for r in file.rewind(lambda r: r["step"] == 2)] == [2]
+        file.write(TRAIN | {"step": 3})
+        file.close()
+        file.close()
+        file.write(TRAIN)
+        assert [r["step"] for r in read_metrics(path)] == [2, 3]
+    path.write_text('{"kind"')
+    RecordFile(path, new=False).close()
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "line", [b"5", b"\xff", b'{"kind": "tra', b"{}", b'{"kind": "train"}', b"[]", b""]
+)
+def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = json.dumps(TRAIN).encode() + b"\n"
+    path.write_bytes(whole + line + b"\n" + whole)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
+        read_metrics(path)
+    with pytest.raises(UserError, match="line 2"):
+        RecordFile(path, new=False).rewind(lambda _: True)
+    assert path.read_bytes() == before
+
+
+class FullDisk:
+    """A file that takes a few bytes more and no others."""
+
+    def __init__(self, file: Any, room: int):
+        self.file, self.room = file, room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        part = self.file.write(data[: self.room])
+        self.room -= part
+        return part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_a_full_disk_leaves_whole_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = RecordFile(path, new=True)
+    file.write(TRAIN)
+    disk = FullDisk(file._file, room=30)
+    monkeypatch.setattr(file, "_file", disk)
+    with pytest.raises(WriteFailed, match=r"metrics\.jsonl could not be .*No space"):
+        file.write(TRAIN)
+    assert path.read_text() == json.dumps(TRAIN) + "\n"
+    disk.room = 1000
+    file.write(TRAIN | {"step": 2})
+    file.close()
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+
+
+def test_replacing_a_file_fails_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("old")
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(WriteFailed, match=r"config\.json .*No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        with pytest.raises(UserError, match="another run is writing there"):
+            with locked(tmp_path):
+                raise AssertionError("two runs in one folder")
+    with locked(tmp_path):
+        pass
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    content = config.parse([]).as_dict()
+    content["run"] |= changes
+    return {"config": content, "vocab_size": 257, "text": "0"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        [],
+        5,
+        {"config": settings()["config"], "vocab_size": 257},
+        settings() | {"config": []},
+        settings() | {"config": {"run": []}},
+        settings(steps="many"),
+        settings(seed=None),
+        settings(steps=True),
+        settings(ema="0.9"),
+        settings(steps=-1),
+    ],
+)
+def test_a_damaged_config_is_one_line(
+    content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    for mode in ("yes", "auto"):
+        assert pretrain.main(["--out", str(tmp_path), "--resume", mode]) == 2
+        err = capsys.readouterr().err
+        assert "config.json: damaged" in err and err.count("\n") == 1
+    assert sample.main(["--run", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "config.json: damaged" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", ["yes", "auto", "no"])
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints"])
+def test_without_its_config_a_run_does_not_go_on(
+    left: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / left).mkdir()
+    argv = ["--out", str(tmp_path), "--resume", mode]
+    if mode == "no":
+        with pytest.raises(UserError, match="already holds a run"):
+            claim_folder(config.parse(argv))
+        return
+    assert pretrain.main(argv) == 2
+    err = capsys.readouterr().err
+    assert "config.json is lost" in err and err.count("\n") == 1
