@@ -50,6 +50,7 @@ class Training:
         self._peak = hardware.peak_flops(setup.mesh.size)
         self._unread: deque[tuple[int, step.Metrics]] = deque()
         self._val_loss = self._bits = math.nan
+        self._doubtful = self._due = False  # the newest state; a checkpoint of it
         self._begin = self._saved_at = time.perf_counter()
 
     def _compile(self) -> tuple[states.TrainState, Callable[..., Any]]:
@@ -89,6 +90,7 @@ class Training:
         self._trained = self._clock.seconds()
         self._mark = (first, self._trained)
         self._skipped = int(state.skipped)
+        self._doubtful = int(state.skipped_in_a_row) > 0
         if self._save_options.resume != "no":
             self._report.record("resumed", optimizer=name, step=first, notes=notes)
             self._report.say(f"{name}: from step {first}", *notes)
@@ -101,6 +103,7 @@ class Training:
             values = {k: float(v) for k, v in metrics._asdict().items()}
             in_a_row = int(values.pop("skipped_in_a_row"))
             skipped = int(values.pop("skipped"))
+            self._doubtful = in_a_row > 0 or not math.isfinite(values["update_norm"])
             (before, since), now = self._mark, self._clock.seconds()
             speed = (number - before) * self._tokens / max(now - since, 1e-9)
             if number == 1 or number % self._run.log_every == 0:
@@ -154,13 +157,22 @@ class Training:
                 f"step {number}; try a lower --learning-rate"
             )
 
-    def _save(self, state: states.TrainState) -> None:
-        """Begin a checkpoint, after all records up to its step are on disk."""
+    def _sound(self, state: states.TrainState) -> bool:
+        """Whether the model can be used: after skipped steps it may be ruined."""
+        return math.isfinite(evaluate(self._setup, state.params)[0])
+
+    def _save(self, state: states.TrainState, *, last: bool) -> None:
+        """Begin a checkpoint, after all records up to its step are on disk.
+
+        After skipped steps it waits for a good one: no ruined state may replace others.
+        """
         self._read(keep=0)
         self._trained = self._clock.pause()
-        self._report.sync()
-        self._store.save(state)
-        self._saved_at = time.perf_counter()
+        self._due = self._doubtful and not (last and self._sound(state))
+        if not self._due:
+            self._report.sync()
+            self._store.save(state)
+            self._saved_at = time.perf_counter()
         self._clock.resume()
 
     def _asked(self, number: int) -> tuple[int, bool]:
@@ -191,16 +203,18 @@ class Training:
                         self._evaluate(number, state)
                     signal, late = self._asked(number)
                     regular = every and number % every == 0
-                    if signal or late or regular or number == run.steps:
-                        self._save(state)
+                    last = bool(signal) or number == run.steps
+                    if last or late or regular or self._due:
+                        self._save(state, last=last)
                     if signal and number < run.steps:
                         self._store.wait()
-                        where = f"step {number} of {self._plan.name}"
-                        raise Interrupted(signal, where)
+                        saved = (self._store.steps() or [0])[-1]
+                        raise Interrupted(signal, f"step {saved} of {self._plan.name}")
         except WriteFailed:  # a checkpoint must not be newer than the records
             raise
         except (TrainingStopped, UserError):  # the latter of damaged data
-            self._store.save(state)  # which skipped steps have left as it was
+            if self._sound(state):  # skipped steps have left it as it was
+                self._store.save(state)
             raise
         self._store.wait()
         return state

@@ -1,18 +1,22 @@
 """Whole runs of the trainer on real text."""
 
+import dataclasses
 import json
 import math
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import muon2_optax as m2
-from examples import hardware, plot
+from examples import hardware, optim, plot
 from examples.checkpoint import load_params
 from examples.config import parse
 from examples.flags import UserError
@@ -172,7 +176,30 @@ def test_a_run_that_diverges_stops_and_says_so(
     assert stopped["reason"] in err
     skipped = of_kind(tmp_path / "run", "skipped")
     assert [r["in_a_row"] for r in skipped] == [1, 2, 3, 4]
-    # What is saved is the last good state.
+    with pytest.raises(UserError, match="no checkpoint"):  # of a ruined model
+        load_params(tmp_path / "run")
+
+
+def test_a_ruined_model_takes_the_place_of_no_good_one(
+    text_path: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Update 5 is not finite; its gradient is, and so are the steps before."""
+    plans = optim.plans
+
+    def ruining(*args: Any, **kwargs: Any) -> list[optim.Plan]:
+        ruin = optax.scale_by_schedule(lambda n: jnp.where(n >= 4, jnp.inf, 1.0))
+        return [
+            dataclasses.replace(plan, transform=optax.chain(plan.transform, ruin))
+            for plan in plans(*args, **kwargs)
+        ]
+
+    monkeypatch.setattr(optim, "plans", ruining)
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
+    argv += ["--optimizer", "adamw", "--steps", "20", "--save-every", "1"]
+    assert main([*argv, "--max-bad-steps", "4", "--keep", "1"]) == 1
+    monkeypatch.undo()
+    (kept,) = (tmp_path / "run" / "checkpoints" / "adamw").iterdir()
+    assert kept.name == "4"
     params, _ = load_params(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 

@@ -48,6 +48,16 @@ def test_a_sweep_and_its_continuation(
     assert losses[0.01, "muon"] != losses[0.04, "muon"]
     shown = capsys.readouterr().out
     assert f"{losses[0.04, 'muon']:.4f}" in shown and "learning_rate" in shown
+    # Finished runs are no answer to a question with other options.
+    for more, said in (
+        (["--z-loss", "0.1"], "--z-loss was 0.0, now 0.1"),
+        (["--eval-tokens", "256"], "--eval-tokens was 512, now 256"),
+        (["--steps", "5"], "--steps was 6, now 5"),
+    ):
+        assert sweep.main([*argv, *more]) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+    assert len(calls) == 5
     assert plot.main([str(tmp_path / "sweep")]) == 0
     assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 1000
 
