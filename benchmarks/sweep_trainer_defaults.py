@@ -47,7 +47,7 @@ def train_once(name: str, rate: float, adam_rate: float | None) -> dict[str, Any
         "seed": SEED,
         "steps": run["config"]["run"]["steps"],
         "parameters": run["parameters"],
-        "text_hash": run["text"]["hash"],
+        "text_hash": run["text"]["digest"],
         **run["environment"],
     }
 
