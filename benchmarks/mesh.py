@@ -22,7 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import muon2_optax as m2
 from benchmarks import models, record, timing
-from benchmarks.sharded import collectives, compile_step
+from benchmarks.sharded import compile_step
+from examples.cost import collectives
 
 
 class Contender:

@@ -27,7 +27,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 
 import muon2_optax as m2  # noqa: E402
 from benchmarks import models, record  # noqa: E402
-from benchmarks.sharded import collectives, compile_step  # noqa: E402
+from benchmarks.sharded import compile_step  # noqa: E402
+from examples.cost import collectives  # noqa: E402
 
 
 def abstract(model: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

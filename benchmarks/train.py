@@ -48,6 +48,7 @@ class Contender:
             transform = plan.transform
         abstract = state.abstract_state(transform, params, mesh, ema=False)
         chunks = step.loss_chunks(config, vocab_size, mesh, config.run.accumulate)
+        self.chunks = chunks
         train_step = step.make_train_step(graphdef, transform, config, abstract, chunks)
         shape = (config.run.batch_size, config.model.seq_len + 1)
         rows = batch_sharding(mesh)
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--remat", default="none", choices=("none", "dots", "full"))
     parser.add_argument("--scan-layers", action="store_true")
+    parser.add_argument("--loss-chunks", type=int, default=0)
     parser.add_argument("--mesh", default="", help="as in fsdp=4")
     parser.add_argument("--optimizers", default=f"{NONE},adamw,muon2,muon2_f")
     parser.add_argument("--repeats", type=int, default=3)
@@ -105,7 +107,11 @@ def main() -> None:
         scan_layers=args.scan_layers,
         **({"seq_len": args.seq_len} if args.seq_len else {}),
     )
-    run = RunConfig(batch_size=args.batch_size, accumulate=args.accumulate)
+    run = RunConfig(
+        batch_size=args.batch_size,
+        accumulate=args.accumulate,
+        loss_chunks=args.loss_chunks,
+    )
     config = Config(model=model, run=run)
     mesh = make_mesh(args.mesh)
     tokens = args.batch_size * model.seq_len
@@ -132,6 +138,7 @@ def main() -> None:
             "accumulate": args.accumulate,
             "remat": args.remat,
             "scan_layers": args.scan_layers,
+            "loss_chunks": c.chunks,
             "mesh": dict(mesh.shape),
             "optimizer": c.name,
             "ms": round(t, 3),

@@ -56,13 +56,13 @@ def abstract_params(init: Callable[[jax.Array], Any], mesh: Mesh) -> Any:
     return jax.tree.map(placed, shapes, param_shardings(shapes, mesh))
 
 
-def abstract_state(
-    transform: optax.GradientTransformation, params: Any, mesh: Mesh, *, ema: bool
-) -> TrainState:
-    """The shapes and shardings of a train state; nothing is allocated.
+def abstract_opt_state(
+    transform: optax.GradientTransformation, params: Any, mesh: Mesh
+) -> optax.OptState:
+    """The shapes of an optimizer's state, and where on the mesh its `init` puts it.
 
-    The optimizer's state lives where its own `init` puts it. On Auto axes that cannot
-    be asked, so the question is put on the same mesh with Explicit axes.
+    On Auto axes that cannot be asked, so the question is put on the same mesh with
+    Explicit axes.
     """
     explicit = (AxisType.Explicit,) * len(mesh.axis_names)
     typed = Mesh(mesh.devices, mesh.axis_names, axis_types=explicit)
@@ -74,12 +74,18 @@ def abstract_state(
 
     with jax.set_mesh(typed):
         there = jax.tree.map(partial(on, typed), params)
-        opt_state = jax.eval_shape(transform.init, there)
+        return jax.tree.map(partial(on, mesh), jax.eval_shape(transform.init, there))
+
+
+def abstract_state(
+    transform: optax.GradientTransformation, params: Any, mesh: Mesh, *, ema: bool
+) -> TrainState:
+    """The shapes and shardings of a train state; nothing is allocated."""
     whole = NamedSharding(mesh, PartitionSpec())
     count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return TrainState(
         params=params,
-        opt_state=jax.tree.map(partial(on, mesh), opt_state),
+        opt_state=abstract_opt_state(transform, params, mesh),
         step=count,
         skipped=count,
         skipped_in_a_row=count,

@@ -131,9 +131,6 @@ class _Group:
         share = -(-count // devices)
         if factors is None:
             sent = _filled([parcels.bits(p) for p in pieces], devices * share)
-            got = self._swap(sent)
-            got = parcels.values(got, self.dtype).astype(_wide(self.dtype))
-            got = got.reshape(devices, share, *self.kind.local)
         else:
             rows = range(0, count, share)
             parts = [
@@ -144,11 +141,23 @@ class _Group:
                 )
             ]
             sent = _filled([jnp.concatenate(parts).reshape(len(rows), -1)], devices)
-            got = parcels.unpacked(self._swap(sent), self.kind.local, share)
-        done = self.here([parcels.assembled(got, self.kind, self.mesh)])[0]
-        back = parcels.divided(done, self.kind, self.mesh).astype(self.dtype)
-        back = parcels.bits(back).reshape(-1, *self.kind.local)
+        done = self._iterated(self._swap(sent), factors is not None, share)
+        back = parcels.bits(done.astype(self.dtype)).reshape(-1, *self.kind.local)
         return parcels.values(self._swap(back), self.dtype)[:count]
+
+    def _iterated(self, got: jax.Array, packed: bool, share: int) -> jax.Array:
+        """What came from all devices as whole matrices, iterated, in pieces again.
+
+        Takes and returns (devices, share, *local), or takes rows of ``packed`` pieces.
+        """
+        if packed:
+            x = parcels.unpacked(got, self.kind.local, share)
+        else:
+            x = parcels.values(got, self.dtype)
+            x = x.astype(dtypes.compute_dtype(self.dtype))
+            x = x.reshape(-1, share, *self.kind.local)
+        done = self.here([parcels.assembled(x, self.kind, self.mesh)])[0]
+        return parcels.divided(done, self.kind, self.mesh)
 
     def _swap(self, x: jax.Array) -> jax.Array:
         """Equal parts of axis 0 to every device, and theirs in return."""
@@ -157,14 +166,11 @@ class _Group:
     def _gathered(self, piece: jax.Array, factors: jax.Array | None) -> jax.Array:
         """Every device iterates the whole matrix and keeps its piece of the result."""
         if factors is None:
-            got = jax.lax.all_gather(parcels.bits(piece), self.kind.axes)
-            got = parcels.values(got, self.dtype).astype(_wide(self.dtype))
+            sent = parcels.bits(piece)
         else:
             sent = jnp.concatenate(parcels.packed([piece], factors, 1))
-            got = jax.lax.all_gather(sent, self.kind.axes)
-            got = parcels.unpacked(got, self.kind.local, 1)
-        done = self.here([parcels.assembled(got, self.kind, self.mesh)])[0]
-        done = parcels.divided(done, self.kind, self.mesh)
+        got = jax.lax.all_gather(sent, self.kind.axes)
+        done = self._iterated(got, factors is not None, 1)
         index = jax.lax.axis_index(self.kind.axes)
         return jax.lax.dynamic_index_in_dim(done, index, keepdims=False)
 
@@ -184,11 +190,6 @@ class _Group:
             got = _broadcast_first(sent[0], count, devices, names)
         done = parcels.values(got, self.dtype).reshape(x.shape)
         return jnp.split(done, np.cumsum([len(s) for s in stacks])[:-1])
-
-
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which received values are normalized."""
-    return dtypes.compute_dtype(dtype)
 
 
 def _filled(parts: Sequence[jax.Array], count: int) -> jax.Array:

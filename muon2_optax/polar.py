@@ -19,8 +19,8 @@ from muon2_optax.coefficients import AOL, Normalization, Plan
 from muon2_optax.iteration import adjoint, iterate, runs
 from muon2_optax.stacks import in_lots
 
-# Bytes of matrices, in the dtype of the iteration, that run at once: a step takes about
-# four times as much memory. Smaller lots would only make larger programs.
+# Bytes of matrices, in the dtype of the iteration, that run at once, to bound the
+# memory of a step. Smaller lots would make larger programs.
 LOT = 1.5e9
 
 

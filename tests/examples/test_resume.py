@@ -29,24 +29,18 @@ OPTIONS = (
 class Runs:
     """Processes that all run the same command, each into a folder of its own."""
 
-    def __init__(self, root: Path, argv: list[str]):
-        self.root, self.argv = root, argv
+    def __init__(self, root: Path, argv: list[str], settings: dict[str, str]):
+        self.root, self.argv, self.settings = root, argv, settings
 
     def start(
         self, folder: Path, *more: str, settings: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "examples.pretrain", *self.argv]
         command += ["--resume", "auto", "--out", str(folder), *more]
-        # One device, and no optimizations: compiling takes most of such a short run.
-        quick = {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        }
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | quick | (settings or {}),
+            env=os.environ | self.settings | (settings or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -64,7 +58,13 @@ def runs(
 ) -> Runs:
     root = tmp_path_factory.mktemp("resume")
     cache = ["--compile-cache", str(root / "cache")]
-    return Runs(root, [*tiny, *OPTIONS, *cache, "--data", str(text_path)])
+    # One device, and no optimizations: compiling takes most of such a short run.
+    quick = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    return Runs(root, [*tiny, *OPTIONS, *cache, "--data", str(text_path)], quick)
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -133,6 +133,18 @@ def test_killed_runs_end_as_the_uninterrupted_one(runs: Runs) -> None:
 @pytest.mark.slow
 def test_many_kills(runs: Runs) -> None:
     killed_and_resumed(runs, kills=24, steps="1500", seed=2)
+
+
+@pytest.mark.gpu
+def test_killed_runs_on_a_gpu(tmp_path: Path, text_path: Path) -> None:
+    """With `--deterministic`, at sizes that the symmetric kernels serve."""
+    sizes = ("--dim", "768", "--heads", "6", "--hidden", "1024", "--layers", "3")
+    shape = ("--seq-len", "128", "--batch-size", "8", "--eval-tokens", "1024")
+    argv = [*sizes, *shape, *OPTIONS, "--deterministic", "--dtype", "bfloat16"]
+    argv += ["--compile-cache", str(tmp_path / "cache"), "--data", str(text_path)]
+    settings = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": ""}
+    runs = Runs(tmp_path, argv, settings)
+    killed_and_resumed(runs, kills=5, steps="60", seed=3)
 
 
 def test_a_signal_saves_and_a_finished_run_is_left_alone(runs: Runs) -> None:
