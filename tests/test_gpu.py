@@ -86,7 +86,7 @@ def test_steps_equal_those_in_float32(name):
         step = jax.jit(tx.update)
         state, total = tx.init(params), jax.tree.map(jnp.zeros_like, params)
         for seed in range(3):
-            grads = jax.tree.map(lambda p: jnp.asarray(_normal(p.shape, seed)), params)
+            grads = {k: jnp.asarray(_normal(p.shape, seed)) for k, p in params.items()}
             updates, state = step(grads, state, params)
             total = optax.apply_updates(total, updates)
         return total
