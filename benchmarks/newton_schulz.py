@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import record
-from muon2_optax import coefficients, hopper, polar, symmetric
+from muon2_optax import coefficients, fused, hopper, polar, symmetric
 
 STACKS = [(18, 2048, 5472), (24, 768, 3072), (48, 2048, 2048)]
 PRODUCTS = [(48, 2048, 2048), (18, 2048, 5504), (24, 768, 3072), (96, 768, 768)]
@@ -101,7 +101,7 @@ def products(rounds: int, calls: int) -> list[dict[str, Any]]:
     for stack, m, k in PRODUCTS:
         x = jax.random.normal(jax.random.key(0), (stack, m, k), jnp.float16)
         c = jnp.matmul(x, jnp.swapaxes(x, -1, -2)) / k
-        tiles = hopper.tiles_for(m)
+        tiles = fused.tiles_for(m)
 
         def kernel(x: jax.Array, c: jax.Array, addends: int, tiles: Any) -> jax.Array:
             pairs = [(0.5, c)] * addends

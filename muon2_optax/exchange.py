@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon2_optax import dtypes, parcels, polar
+from muon2_optax import dtypes, fused, hopper, parcels, polar
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import AOL, Plan
+from muon2_optax.iteration import runs
 from muon2_optax.parcels import Stored, size, stored
 from muon2_optax.placement import Axes, Placement
 from muon2_optax.stacks import in_lots, take
@@ -142,22 +143,45 @@ class _Group:
             ]
             sent = _filled([jnp.concatenate(parts).reshape(len(rows), -1)], devices)
         done = self._iterated(self._swap(sent), factors is not None, share)
-        back = parcels.bits(done.astype(self.dtype)).reshape(-1, *self.kind.local)
-        return parcels.values(self._swap(back), self.dtype)[:count]
+        back = parcels.bits(done.astype(self.dtype))
+        back = self._swap(back.reshape(-1, *back.shape[2:]))
+        columns = self.kind.local[-1]
+        return parcels.values(back, self.dtype)[:count, ..., :columns]
 
     def _iterated(self, got: jax.Array, packed: bool, share: int) -> jax.Array:
         """What came from all devices as whole matrices, iterated, in pieces again.
 
-        Takes and returns (devices, share, *local), or takes rows of ``packed`` pieces.
+        Takes (devices, share, *local), or rows of ``packed`` pieces. Returns (devices,
+        share, *local), or more columns, the last ones of no meaning.
         """
         if packed:
-            x = parcels.unpacked(got, self.kind.local, share)
+            values, factors = parcels.unpacked(got, self.kind.local, share)
+            done = self._on_kernels(values, factors)
+            if done is not None:
+                return done
+            ones = (1,) * len(self.kind.local)
+            x = values.astype(jnp.float32) * factors.reshape(-1, share, *ones)
         else:
             x = parcels.values(got, self.dtype)
             x = x.astype(dtypes.compute_dtype(self.dtype))
             x = x.reshape(-1, share, *self.kind.local)
         done = self.here([parcels.assembled(x, self.kind, self.mesh)])[0]
         return parcels.divided(done, self.kind, self.mesh)
+
+    def _on_kernels(self, values: jax.Array, factors: jax.Array) -> jax.Array | None:
+        """Whole matrices out of pieces, where the kernels take them so; or None."""
+        if len(self.kind.local) != 2 or len(self.kind.splits) > 1:
+            return None
+        (m, down), (n, right) = self.kind.rows[0], self.kind.cols[0]
+        grid = size(self.mesh, down), size(self.mesh, right)
+        if not hopper.takes_pieces(
+            values.shape[1], (m, n), grid, self.plan, self.dtype
+        ):
+            return None
+        steps = runs(self.plan, m * grid[0], n * grid[1], self.dtype)
+        x = values.reshape(*grid, *values.shape[1:])
+        done = fused.run_pieces(x, factors.reshape(x.shape[:3]), self.plan, steps)
+        return done.reshape(-1, *done.shape[2:])
 
     def _swap(self, x: jax.Array) -> jax.Array:
         """Equal parts of axis 0 to every device, and theirs in return."""
@@ -172,7 +196,8 @@ class _Group:
         got = jax.lax.all_gather(sent, self.kind.axes)
         done = self._iterated(got, factors is not None, 1)
         index = jax.lax.axis_index(self.kind.axes)
-        return jax.lax.dynamic_index_in_dim(done, index, keepdims=False)
+        done = jax.lax.dynamic_index_in_dim(done, index, keepdims=False)
+        return done[..., : self.kind.local[-1]]
 
     def shared(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
         """Each device iterates its share of replicated matrices; all get all."""

@@ -24,10 +24,20 @@ _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def kernel(
-    factors: Any, a_hbm: Any, b_hbm: Any, *rest: Any, tiles: Tiles, full: bool
+    factors: Any,
+    a_hbm: Any,
+    b_hbm: Any,
+    *rest: Any,
+    tiles: Tiles,
+    cut: tuple[int, int] | None,
 ) -> None:
-    """A B^T (or A B, ``full``) times factors[0], and the C of ``rest`` times theirs."""
+    """A B^T times factors[0], and the C of ``rest`` times theirs.
+
+    Or A B, not symmetric, where ``cut`` says into how many pieces each result goes,
+    along rows and columns: out_hbm is (rows * columns * L, m / rows, n / columns).
+    """
     *c_hbm, out_hbm = rest
+    full = cut is not None
     group = lax.axis_index("group")
     feed = functools.partial(_pipeline, tiles, full, a_hbm.shape[2] // tiles.depth)
     shape, (down, right) = _share(tiles, group)
@@ -37,21 +47,25 @@ def kernel(
         block, mirror = blocks.at[group], mirrors.at[group]
 
         @plgpu.nd_loop(
-            (a_hbm.shape[0] * _counts(a_hbm, out_hbm, tiles, full)[1],),
+            (a_hbm.shape[0] * _counts(a_hbm, out_hbm, tiles, cut)[1],),
             collective_axes="clusters",
         )
         def _(loop: Any) -> None:
-            member, i, j = _square(loop.index[0], a_hbm, out_hbm, tiles, full)
+            member, i, j = _square(loop.index[0], a_hbm, out_hbm, tiles, cut)
             top = i * tiles.side + lax.axis_index("part") * tiles.rows
             left = j * tiles.side
+            goal = (member, top, left)
+            if cut is not None:
+                left, goal = _in_pieces(member, top, j, a_hbm, out_hbm, tiles, cut)
 
             def context(multiply: Any) -> None:
                 place = (member, top + down, left + right)
+                target = (goal[0], goal[1] + down, goal[2] + right)
 
                 def finish(acc: Any) -> None:
                     epilogue = _Epilogue(
                         factors, c_hbm, out_hbm, block, mirror, arrived, group, place,
-                        shape,
+                        target, shape,
                     )  # fmt: skip
                     epilogue.start()
                     multiply(acc)
@@ -128,11 +142,13 @@ def _share(tiles: Tiles, group: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
     return (tiles.rows, tiles.side // 2), (0, group * (tiles.side // 2))
 
 
-def _counts(a_hbm: Any, out_hbm: Any, tiles: Tiles, full: bool) -> tuple[int, int]:
+def _counts(
+    a_hbm: Any, out_hbm: Any, tiles: Tiles, cut: tuple[int, int] | None
+) -> tuple[int, int]:
     """Rows of squares, and squares, of one result."""
     rows = a_hbm.shape[1] // tiles.side
-    if full:
-        return rows, rows * pl.cdiv(out_hbm.shape[2], tiles.side)
+    if cut is not None:
+        return rows, rows * cut[1] * pl.cdiv(out_hbm.shape[2], tiles.side)
     return rows, rows * (rows + 1) // 2
 
 
@@ -140,10 +156,32 @@ def _square(index: Any, *which: Any) -> tuple[Any, Any, Any]:
     """Member of the stack, row and column of the squares' ``index``-th."""
     rows, squares = _counts(*which)
     member, square = lax.div(index, squares), lax.rem(index, squares)
-    if which[-1]:
+    if which[-1] is not None:
         # A column of squares at a time: they share their columns of X.
         return member, lax.rem(square, rows), lax.div(square, rows)
     return member, *triangle(square, rows)
+
+
+def _in_pieces(
+    member: Any,
+    top: Any,
+    j: Any,
+    a_hbm: Any,
+    out_hbm: Any,
+    tiles: Tiles,
+    cut: tuple[int, int],
+) -> tuple[Any, tuple[Any, Any, Any]]:
+    """Column of B where the j-th column of squares begins, and where its rows go.
+
+    Squares begin anew with every piece. The last ones of a piece may reach into the
+    next; copies end where the piece does.
+    """
+    _, m, n = out_hbm.shape
+    across = pl.cdiv(n, tiles.side)
+    right, column = lax.div(j, across), lax.rem(j, across) * tiles.side
+    piece = lax.div(top, m) * cut[1] + right
+    goal = (piece * a_hbm.shape[0] + member, lax.rem(top, m), column)
+    return right * n + column, goal
 
 
 def triangle(index: Any, count: int) -> tuple[Any, Any]:
@@ -172,21 +210,21 @@ class _Epilogue:
     mirror: Any
     arrived: Any
     group: Any
-    place: tuple[Any, Any, Any]
+    place: tuple[Any, Any, Any]  # of the tile in the addends: member, row, column
+    target: tuple[Any, Any, Any]  # and in the result
     shape: tuple[int, int]
 
-    def _at(self, n: int) -> tuple[Any, Any]:
-        """Row and column in its matrix of the n-th block."""
+    def _window(self, hbm: Any, n: int, tile: Any, mirrored: bool = False) -> Any:
+        """The n-th block of a tile."""
         row, column = divmod(n, self.shape[1] // BLOCK)
-        return self.place[1] + row * BLOCK, self.place[2] + column * BLOCK
-
-    def _window(self, hbm: Any, row: Any, column: Any) -> Any:
-        return hbm.at[self.place[0], pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
+        row, column = tile[1] + row * BLOCK, tile[2] + column * BLOCK
+        row, column = (column, row) if mirrored else (row, column)
+        return hbm.at[tile[0], pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
 
     def _fetch(self, n: int) -> None:
         for which, source in enumerate(self.c_hbm):
             plgpu.copy_gmem_to_smem(
-                self._window(source, *self._at(n)),
+                self._window(source, n, self.place),
                 self.blocks.at[n % 2, which],
                 self.arrived.at[self.group * 2 + n % 2],
             )
@@ -218,10 +256,9 @@ class _Epilogue:
             if off_diagonal is not None:
                 self.mirror.T[...] = piece
             plgpu.commit_smem()
-            row, column = self._at(n)
             plgpu.copy_smem_to_gmem(
                 self.blocks.at[n % 2, 0],
-                self._window(self.out_hbm, row, column),
+                self._window(self.out_hbm, n, self.target),
                 commit_group=False,
             )
 
@@ -231,7 +268,7 @@ class _Epilogue:
                 def _() -> None:
                     plgpu.copy_smem_to_gmem(
                         self.mirror,
-                        self._window(self.out_hbm, column, row),  # noqa: B023
+                        self._window(self.out_hbm, n, self.target, mirrored=True),  # noqa: B023
                         commit_group=False,
                     )
 

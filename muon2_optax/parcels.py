@@ -108,17 +108,22 @@ def narrowed(
     """Leaves in the dtype that travels, and the factor (count,) of every piece.
 
     float16 does not reach as far as the values do before they are normalized, so each
-    piece is divided by its largest magnitude. Other dtypes need no factors: None.
+    piece is divided by its root mean square, which also says what its matrix's norm is.
+    Other dtypes need no factors: None.
     """
     if dtype != jnp.float16:
         return [x.astype(dtype) for x in xs], None
     wide = [x.astype(jnp.float32) for x in xs]
-    # Along the leaf's last axis first, which one pass over the leaf serves together
-    # with whatever made it, and then all rows of all leaves in one small program.
-    rows = [_row_maxima(x, a) for x, a in zip(wide, axes)]
-    longest = max(r.shape[1] for r in rows)
-    rows = [jnp.pad(r, [(0, 0), (0, longest - r.shape[1])]) for r in rows]
-    factors = jnp.max(jnp.concatenate(rows), axis=1, initial=0.0)
+    # In float64, where the squares of any float32 fit. Along the leaf's last axis
+    # first, which one pass over the leaf serves together with whatever made it, and
+    # then all rows of all leaves in one small program.
+    with jax.enable_x64(True):
+        rows = [_row_sums(x, a) for x, a in zip(wide, axes)]
+        longest = max(r.shape[1] for r in rows)
+        rows = [jnp.pad(r, [(0, 0), (0, longest - r.shape[1])]) for r in rows]
+        piece = max(1, xs[0].size // max(1, len(rows[0])))
+        means = jnp.sum(jnp.concatenate(rows), axis=1) / piece
+        factors = jnp.sqrt(means).astype(jnp.float32)
     divisors = jnp.where(factors == 0, 1, factors)
     narrow, start = [], 0
     for x, a, r in zip(wide, axes, rows):
@@ -129,11 +134,11 @@ def narrowed(
     return narrow, factors
 
 
-def _row_maxima(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """Largest magnitudes (count, rows) of the rows of every piece of a leaf."""
+def _row_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    """Sums of squares (count, rows) of the rows of every piece of a leaf, float64."""
     inside = axes.ins + axes.outs
     over = (x.ndim - 1,) if x.ndim - 1 in inside else inside
-    rows = jnp.max(jnp.abs(x), axis=over, keepdims=True, initial=0.0)
+    rows = jnp.sum(jnp.square(x.astype(jnp.float64)), axis=over, keepdims=True)
     count = math.prod(x.shape[d] for d in axes.batch)
     return jnp.transpose(rows, axes.batch + inside).reshape(count, -1)
 
@@ -153,14 +158,18 @@ def packed(
     ]
 
 
-def unpacked(rows: jax.Array, local: tuple[int, ...], share: int) -> jax.Array:
-    """Inverse of ``packed`` for rows (devices, ...): (devices, share, *local)."""
+def unpacked(
+    rows: jax.Array, local: tuple[int, ...], share: int
+) -> tuple[jax.Array, jax.Array]:
+    """Inverse of ``packed`` for rows (devices, ...).
+
+    Returns values (devices, share, *local) and factors (devices, share).
+    """
     end = share * math.prod(local)
     values = jax.lax.bitcast_convert_type(rows[:, :end], jnp.float16)
-    values = values.astype(jnp.float32).reshape(len(rows), share, *local)
     factors = rows[:, end : end + 2 * share].reshape(len(rows), share, 2)
     factors = jax.lax.bitcast_convert_type(factors, jnp.float32)
-    return values * factors.reshape(len(rows), share, *(1 for _ in local))
+    return values.reshape(len(rows), share, *local), factors
 
 
 def bits(x: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon2_optax import coefficients, dtypes, hopper
+from muon2_optax import coefficients, dtypes, fused, hopper
 from muon2_optax.coefficients import AOL, Normalization, Plan
 from muon2_optax.iteration import adjoint, iterate, runs
 from muon2_optax.stacks import in_lots
@@ -110,7 +110,7 @@ def run_batch(
     m, n = sorted(matrices[0].shape[-2:])
     size = hopper.chunk_size(count, (m, n), plan, dtype)
     if size is not None:
-        return hopper.run(matrices, plan, runs(plan, m, n, dtype), size, dtype)
+        return fused.run(matrices, plan, runs(plan, m, n, dtype), size, dtype)
     lots = math.ceil(count * m * n * dtype.itemsize / LOT)
     if lots <= 1:
         return _run_lot(matrices, plan, dtype)

@@ -45,36 +45,61 @@ def product(
 
 
 def added(
-    p: jax.Array, x: jax.Array, *, tiles: Tiles | None = None, interpret: Any = None
+    p: jax.Array,
+    x: jax.Array,
+    *,
+    pieces: tuple[int, int] | None = None,
+    tiles: Tiles | None = None,
+    interpret: Any = None,
 ) -> jax.Array:
     """``X + P X`` for P (L, m, m), not symmetric: the sum costs no pass of its own.
 
     XLA's choice among its products leaves the sum out of them where P comes from a
     kernel.
+
+    Args:
+      p: (L, m, m), float16 or bfloat16.
+      x: (L, m, n), of the same dtype.
+      pieces: into how many the result is cut along rows and columns.
+      tiles: ``tiles.side`` must divide the rows of a piece.
+      interpret: as in ``product``.
+
+    Returns:
+      (L, m, n), or with ``pieces`` (rows, columns, L, m / rows, n / columns).
     """
     tiles = tiles or Tiles()
+    down, right = pieces or (1, 1)
+    stack, m, n = x.shape
+    if m % (down * tiles.side) or n % (right * tiles.depth):
+        raise ValueError(f"no tiles {tiles} for {x.shape} in {down} x {right} pieces")
     one = jnp.ones(2, jnp.float32)
-    return _call(one, p, x, x, tiles=tiles, how=interpret, full=True)
+    cut = (down, right)
+    out = _call(one, p, x, x, tiles=tiles, how=interpret, cut=cut)
+    return out.reshape(down, right, stack, m // down, n // right) if pieces else out
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "how", "full"))
+@functools.partial(jax.jit, static_argnames=("tiles", "how", "cut"))
 def _call(
     factors: jax.Array,
     *operands: jax.Array,
     tiles: Tiles,
     how: Any,
-    full: bool = False,
+    cut: tuple[int, int] | None = None,
 ) -> jax.Array:
+    """The symmetric product, or A B in pieces where ``cut`` says in how many."""
     # Only here: importing Pallas takes a second, and fails where it is not built in.
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from muon2_optax import mosaic
 
     stack, m, _ = operands[0].shape
-    n = operands[1].shape[-1] if full else m
+    shape = (stack, m, m)
+    if cut is not None:
+        down, right = cut
+        shape = (down * right * stack, m // down, operands[1].shape[-1] // right)
     kernel = plgpu.kernel(
-        functools.partial(mosaic.kernel, tiles=tiles, full=full),
-        out_type=jax.ShapeDtypeStruct((stack, m, n), operands[0].dtype),
+        functools.partial(mosaic.kernel, tiles=tiles, cut=cut),
+        out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
         grid=(_processors() // tiles.cluster,),
         grid_names=("clusters",),
         cluster=(tiles.cluster,),

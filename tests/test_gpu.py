@@ -12,7 +12,7 @@ import reference
 from reference import relative_error
 
 import muon2_optax as m2
-from muon2_optax import hopper, symmetric
+from muon2_optax import fused, hopper, symmetric
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def test_symmetric_product(dtype, side, k, addends):
     x = jnp.asarray(_normal((3, side, k)), dtype)
     cs = [_normal((3, side, side), 1 + i) for i in range(addends)]
     pairs = [(0.5 + i, jnp.asarray(c + c.mT, dtype)) for i, c in enumerate(cs)]
-    tiles = hopper.tiles_for(side)
+    tiles = fused.tiles_for(side)
     got = symmetric.product(x, x, *pairs, alpha=0.25, tiles=tiles)
     x64 = np.asarray(x, np.float64)
     want = 0.25 * x64 @ x64.swapaxes(1, 2)

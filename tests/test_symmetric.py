@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from reference import relative_error
 
 import muon2_optax as m2
-from muon2_optax import coefficients, hopper, iteration, polar, symmetric
+from muon2_optax import coefficients, fused, hopper, iteration, polar, symmetric
 from muon2_optax.symmetric import Tiles
 
 PLAN = coefficients.resolve("keller", 3)
@@ -96,6 +96,28 @@ def test_added(interpret):
 
 
 @needs_kernel
+@pytest.mark.parametrize("tiles", [SMALL, Tiles()], ids=["small", "clusters"])
+@pytest.mark.parametrize("pieces", [(1, 2), (2, 1), (2, 3)], ids=str)
+def test_added_in_pieces(pieces, tiles, interpret):
+    """Tiles reach beyond the columns of a piece, which are no multiple of theirs."""
+    down, right = pieces
+    m, n = down * tiles.side, right * 192
+    p, x = _stack((2, m, m)) / 32, _stack((2, m, n), 1)
+    got = symmetric.added(
+        jnp.asarray(p), jnp.asarray(x), pieces=pieces, tiles=tiles, interpret=interpret
+    )
+    p, x = p.astype(np.float64), x.astype(np.float64)
+    want = (x + p @ x).reshape(2, down, m // down, right, 192).transpose(1, 3, 0, 2, 4)
+    assert relative_error(got, want) < 1e-3
+
+
+def test_pieces_without_tiles_are_refused():
+    p, x = jnp.ones((1, 256, 256), jnp.float16), jnp.ones((1, 256, 128), jnp.float16)
+    with pytest.raises(ValueError, match="in 2 x 1 pieces"):
+        symmetric.added(p, x, pieces=(2, 1))
+
+
+@needs_kernel
 @pytest.mark.parametrize("count", range(1, 10))
 def test_the_triangle_has_every_element_once(count):
     from muon2_optax import mosaic
@@ -124,9 +146,14 @@ def _product(a, b, *addends, alpha=1.0, tiles=None, interpret=None):
     return out.astype(a.dtype)
 
 
-def _added(p, x, *, tiles=None, interpret=None):
+def _added(p, x, *, pieces=None, tiles=None, interpret=None):
     wide = jnp.matmul(p.astype(jnp.float32), x.astype(jnp.float32), precision="highest")
-    return (x.astype(jnp.float32) + wide).astype(x.dtype)
+    out = (x.astype(jnp.float32) + wide).astype(x.dtype)
+    if pieces is None:
+        return out
+    (down, right), (stack, m, n) = pieces, x.shape
+    out = out.reshape(stack, down, m // down, right, n // right)
+    return out.transpose(1, 3, 0, 2, 4)
 
 
 @pytest.fixture
@@ -153,7 +180,7 @@ def _run(matrices, plan=PLAN, size=2, dtype=jnp.float16):
     m, n = sorted(matrices[0].shape[-2:])
     chunks = iteration.runs(plan, m, n, jnp.dtype(dtype))
     run = functools.partial(
-        hopper.run, plan=plan, chunks=chunks, size=size, dtype=jnp.dtype(dtype)
+        fused.run, plan=plan, chunks=chunks, size=size, dtype=jnp.dtype(dtype)
     )
     return run([jnp.asarray(x, jnp.float32) for x in matrices])
 
@@ -214,6 +241,87 @@ def test_zero_members_stay_zero_and_bad_ones_stay_alone(emulated):
     got = np.asarray(_run([x], size=4)[0])
     assert not got[1].any() and np.isnan(got[2]).all()
     assert np.isfinite(got[[0, 3]]).all()
+
+
+# --- pieces, on a mesh --------------------------------------------------------------
+
+
+@pytest.fixture
+def on_pieces(emulated, monkeypatch):
+    """Small matrices on fake devices take the kernels' way; counts how often."""
+    taken = []
+    run_pieces = fused.run_pieces
+
+    def counted(values, *rest):
+        taken.append(values.shape[:2])
+        return run_pieces(values, *rest)
+
+    monkeypatch.setattr(fused, "run_pieces", counted)
+    monkeypatch.setattr(hopper, "chunk_size", lambda count, *_: count)
+    return taken
+
+
+LAYOUTS = {
+    "rows": ((2,), P("x"), (256, 320), (2, 1)),
+    "columns": ((2,), P(None, "x"), (128, 4080), (1, 2)),
+    "tall": ((2,), P("x"), (4080, 128), (1, 2)),
+    "both": ((2, 2), P("x", "y"), (256, 384), (2, 2)),
+    "two axes": ((2, 2), P(("x", "y")), (512, 512), (4, 1)),
+}
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_pieces_are_iterated_as_they_came(name, steps, on_pieces):
+    shape, spec, matrix, grid = LAYOUTS[name]
+    names = ("x", "y")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
+    sharding = NamedSharding(mesh, spec)
+    xs = [_stack(matrix, i, np.float32) * 10.0 ** (5 * i - 8) for i in range(5)]
+    xs[3][:] = 0
+    tx = m2.newton_schulz_orthogonalize(steps, ns_dtype=jnp.float16)
+    with jax.set_mesh(mesh):
+        tree = [jax.device_put(x, sharding) for x in xs]
+        done = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(tree)
+    assert set(on_pieces) == {grid}
+    for x, got in zip(xs, done):
+        # As above: five steps multiply the rounding.
+        error = relative_error(got, reference.keller(x, steps))
+        assert error < (3e-3, 2e-2)[steps > 3]
+
+
+def test_a_bad_entry_spoils_its_own_matrix_only(on_pieces):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, P("x"))
+    xs = [_stack((256, 320), i, np.float32) for i in range(4)]
+    xs[1][3, 4] = np.inf
+    xs[2][200, 1] = np.nan
+    tx = m2.newton_schulz_orthogonalize(3, ns_dtype=jnp.float16)
+    with jax.set_mesh(mesh):
+        tree = [jax.device_put(x, sharding) for x in xs]
+        done = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(tree)
+    assert on_pieces
+    for bad, y in zip([False, True, True, False], map(np.asarray, done)):
+        assert np.isnan(y).all() if bad else np.isfinite(y).all()
+
+
+@pytest.mark.parametrize(
+    "piece, grid, takes",
+    [
+        ((1024, 2048), (2, 1), True),
+        ((2048, 2736), (1, 2), True),
+        ((192, 4096), (8, 1), False),  # no whole tiles
+        ((2048, 1030), (1, 2), False),  # much padding
+    ],
+)
+def test_which_pieces_are_taken(piece, grid, takes):
+    token = hopper._cuda.set(True)
+    try:
+        with hopper.kernels(True):
+            half = jnp.dtype(jnp.float16)
+            assert hopper.takes_pieces(8, piece, grid, PLAN, half) is takes
+    finally:
+        hopper._cuda.reset(token)
 
 
 # --- when it is used ----------------------------------------------------------------

@@ -176,7 +176,7 @@ def make_blocks(
     abstract = nnx.eval_shape(lambda key: make(nnx.Rngs(key)), keys[0])
     graphdef, _ = nnx.split(abstract, nnx.Param)
     # Made together in any case: random numbers for each layer take long to compile.
-    stacked = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key)), nnx.Param))(keys)
+    stacked = jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(key)), nnx.Param), keys)
     if config.scan_layers:
         return nnx.merge(graphdef, stacked)
     layers = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.layers))

@@ -1,0 +1,184 @@
+"""Newton-Schulz iterations on the symmetric products' kernel, for NVIDIA Hopper.
+
+The same polynomials as in ``iteration``, arranged so that every scaling and addition
+happens where a product is written: the input enters multiplied by the product of the
+schedule's leading coefficients a, which leaves X <- X + P X for each run of steps.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from muon2_optax import symmetric
+from muon2_optax.coefficients import Frobenius, Plan
+from muon2_optax.stacks import in_lots
+
+# The kernel's operand A B^T counts in columns of this many elements.
+COLUMNS = 64
+# Gram matrices are kept times this, out of the range where float16 loses bits.
+GRAIN = 512.0
+# For sides that larger tiles do not divide, or make too few of.
+SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
+
+
+def run(
+    matrices: Sequence[jax.Array],
+    plan: Plan,
+    chunks: Sequence[Sequence[Any]],
+    size: int,
+    dtype: jnp.dtype,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Normalizes and iterates the matrices of all stacks, ``size`` at a time."""
+    m, n = sorted(matrices[0].shape[-2:])
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
+    assert isinstance(plan.normalization, Frobenius)
+    factors = _factors(flat, plan.normalization, gain(plan.rows))
+
+    def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
+        ready, start = [], first
+        for y in members:
+            part, tall = slice(start, start + len(y)), y.shape[1] != m
+            start += len(y)
+            for f in factors:
+                y = y.astype(f.dtype) * f[part, None, None]
+            y = _rows_major(y.astype(dtype))
+            # Columns of zeros change nothing.
+            wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
+            ready.append(jnp.pad(y.mT if tall else y, wide))
+        outputs = iterate(jnp.concatenate(ready), chunks, interpret)[..., :n]
+        done, start = [], 0
+        for y in members:
+            o = outputs[start : start + len(y)]
+            start += len(y)
+            done.append(o if y.shape[1] == m else _rows_major(o.mT))
+        return done
+
+    results = in_lots(lot, flat, size)
+    return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
+
+
+def run_pieces(
+    values: jax.Array,
+    sizes: jax.Array,
+    plan: Plan,
+    chunks: Sequence[Sequence[Any]],
+    interpret: Any = None,
+) -> jax.Array:
+    """Matrices that come in equal pieces, normalized by what is known of the pieces.
+
+    Args:
+      values: (rows, columns, L, m, n) of 16 bits: L matrices of rows x columns pieces.
+      sizes: (rows, columns, L) float32, the pieces' root mean squares; the entries of
+        the matrices are ``sizes * values``.
+
+    Returns:
+      The results as pieces, (rows, columns, L, m, k) with k >= n; the columns after the
+      n-th mean nothing. No pass over the matrices divides them into pieces again: the
+      last product writes them so.
+    """
+    down, right, stack, m, n = values.shape
+    assert isinstance(plan.normalization, Frobenius)
+    with jax.enable_x64(True):
+        wide = sizes.astype(jnp.float64)
+        norm = jnp.sqrt(jnp.sum(jnp.square(wide), axis=(0, 1)) * (m * n))
+        norm = _divisor(norm, plan.normalization)
+        factors = (gain(plan.rows) * wide / norm[None, None]).astype(jnp.float32)
+    x = values.astype(jnp.float32) * factors[..., None, None]
+    x = jnp.pad(x.astype(values.dtype), [(0, 0)] * 4 + [(0, -n % COLUMNS)])
+    x = jnp.transpose(x, (2, 0, 3, 1, 4)).reshape(stack, down * m, -1)
+    return iterate(x, chunks, interpret, pieces=(down, right))
+
+
+def _factors(
+    stacks: Sequence[jax.Array], how: Frobenius, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Two factors (total count,) that normalize each matrix of the stacks to ``scale``.
+
+    Squares are summed in float64, where those of any float32 fit: one pass over the
+    values. The sums of rows are gathered, so that one small program serves all. Two
+    factors, because 1 / norm may be out of the range of float32.
+    """
+    wide = jnp.result_type(jnp.float32, *stacks)
+    longest = max(x.shape[1] for x in stacks)
+    with jax.enable_x64(True):
+        rows = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1) for x in stacks]
+        rows = [jnp.pad(r, [(0, 0), (0, longest - r.shape[1])]) for r in rows]
+        norm = _divisor(jnp.sqrt(jnp.sum(jnp.concatenate(rows), axis=-1)), how)
+        coarse = (1 / jnp.sqrt(norm)).astype(wide)
+        return coarse, (scale / norm / coarse.astype(jnp.float64)).astype(wide)
+
+
+def _divisor(norm: jax.Array, how: Frobenius) -> jax.Array:
+    """What matrices of these norms are divided by."""
+    norm = jnp.maximum(how.factor * norm + how.eps, how.floor)
+    # An infinite entry makes its matrix NaN.
+    return jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
+
+
+def _rows_major(x: jax.Array) -> jax.Array:
+    """Keeps XLA from storing ``x`` transposed.
+
+    It would store everything that x is made of transposed with it, in float32.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def gain(rows: Sequence[Any]) -> float:
+    """The product of the leading coefficients."""
+    return math.prod(row[0] for row in rows)
+
+
+def iterate(
+    x: jax.Array,
+    chunks: Sequence[Sequence[Any]],
+    interpret: Any = None,
+    pieces: tuple[int, int] = (1, 1),
+) -> jax.Array:
+    """Runs of steps on (L, m, n) matrices that are normalized, times the gain.
+
+    Returns (L, m, n), or with ``pieces`` (rows, columns) that many of each matrix,
+    (rows, columns, L, m / rows, n / columns).
+    """
+    scale = gain([row for rows in chunks for row in rows])
+    m = x.shape[-2]
+    product = functools.partial(
+        symmetric.product, tiles=tiles_for(m), interpret=interpret
+    )
+    wide = symmetric.Tiles() if m // pieces[0] % 256 == 0 else SMALL
+    added = functools.partial(symmetric.added, tiles=wide, interpret=interpret)
+    for i, rows in enumerate(chunks):
+        r = product(x, x, alpha=GRAIN / scale**2)
+        p = _factor(r, rows, product)
+        last = i + 1 == len(chunks) and pieces != (1, 1)
+        x = added(p, x, pieces=pieces) if last else added(p, x)
+        scale /= gain(rows)
+    return x
+
+
+def tiles_for(m: int) -> symmetric.Tiles:
+    return SMALL if m % 256 or m < 1024 else symmetric.Tiles()
+
+
+def _factor(
+    r: jax.Array, rows: Sequence[Any], product: Callable[..., jax.Array]
+) -> jax.Array:
+    """P with the steps' factor of X equal to gain (I + P); r is GRAIN R.
+
+    A step's factor is h(R) = a (I + Z) with Z = (b R + c R^2) / a, and R follows
+    R <- h R h. The identity's part, which 16 bits would round, is never stored.
+    """
+    p = None
+    for i, (a, b, c) in enumerate(rows):
+        z = product(r, r, (b / a / GRAIN, r), alpha=c / a / GRAIN**2)
+        p = z if p is None else product(p, z, (1.0, p), (1.0, z))
+        if i + 1 < len(rows):
+            t = product(r, z, (1.0, r))
+            r = product(z, t, (a * a, t), alpha=a * a)
+    assert p is not None
+    return p
