@@ -14,7 +14,7 @@ from examples.mesh import batch_sharding
 from examples.state import TrainState
 
 # Float32 logits that one device may hold at a time; beyond, the loss goes in chunks.
-_MAX_LOGITS = 2**28
+_MAX_LOGITS = 2**29
 
 
 class Metrics(NamedTuple):
