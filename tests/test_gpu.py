@@ -66,6 +66,24 @@ def test_symmetric_product(dtype, side, k, addends):
     np.testing.assert_array_equal(got, got.swapaxes(1, 2))
 
 
+@pytest.mark.parametrize("pieces", [None, (1, 2), (2, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("side", [128, 256])
+def test_added(side, pieces):
+    if not hopper.available():
+        pytest.skip("the kernel is for Hopper GPUs")
+    tiles = symmetric.Tiles() if side == 256 else fused.SMALL
+    down, right = pieces or (1, 1)
+    m, n = 4 * side * down, 704 * right
+    p, x = _normal((5, m, m)) / m, _normal((5, m, n), 1)
+    half = [jnp.asarray(v, jnp.float16) for v in (p, x)]
+    got = symmetric.added(*half, pieces=pieces, tiles=tiles)
+    p, x = (np.asarray(v, np.float64) for v in half)
+    want = x + p @ x
+    if pieces:
+        want = want.reshape(5, down, m // down, right, 704).transpose(1, 3, 0, 2, 4)
+    assert relative_error(got, want) < 1e-3
+
+
 def test_zero_and_bad_members():
     x = _normal((8, 768, 1024))
     x[1] = 0
