@@ -28,6 +28,9 @@ from muon2_optax.stacks import in_lots, take
 # Bytes of whole matrices, in the dtype of the iteration, that a device takes at once:
 # what bounds the memory of a step. While one lot is iterated the next one travels.
 LOT = 420e6
+# Matrices of a lot, if every device gets one: XLA for GPUs joins no more than about as
+# many (96 operands, of which each takes two) in the pass that narrows them.
+JOINED = 40
 
 
 def orthogonalize(
@@ -39,10 +42,10 @@ def orthogonalize(
 ) -> list[jax.Array]:
     """Orthogonalizes leaves of one ``Stored`` kind and dtype on their mesh.
 
-    Two all-to-alls over the axes that divide the matrices, for each lot of them that
-    fits into ``LOT``; one all-gather for a matrix alone, which no second one could make
-    use of, and for leaves that are replicated; no communication where only stacks are
-    divided.
+    Two all-to-alls over the axes that divide the matrices, for each lot of them (see
+    ``LOT`` and ``JOINED``). One all-gather for a matrix alone, which no second one
+    could make use of, and for leaves that are replicated. No communication where only
+    stacks are divided.
     """
     turn_squares = not isinstance(plan.normalization, AOL)
     kind = stored(axes[0], places[0], turn_squares)[0]
@@ -116,7 +119,7 @@ class _Group:
         devices = size(self.mesh, self.kind.axes)
         share = -(-count // devices)
         matrix = math.prod(self.kind.local) * devices * self.dtype.itemsize
-        lots = math.ceil(share * matrix / LOT)
+        lots = min(share, max(math.ceil(share * matrix / LOT), -(-count // JOINED)))
         step = -(-share // lots) * devices
 
         def lot(first: int, members: list[jax.Array]) -> list[jax.Array]:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.placement import Axes, Placement
@@ -94,7 +95,13 @@ def put_back(
     """Inverse of ``cut``."""
     order = _order(axes, swapped)
     x = x.reshape([like.shape[d] for d in order])
-    return jnp.transpose(x, tuple(np.argsort(order).tolist())).astype(like.dtype)
+    back = tuple(np.argsort(order).tolist())
+    x = jnp.transpose(x, back)
+    if x.dtype == jnp.float16 and back != tuple(range(x.ndim)):
+        # On GPUs: transposed in a pass of its own. Joined to the update of a parameter
+        # it would keep that from being done in place.
+        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    return x.astype(like.dtype)
 
 
 def _order(axes: ResolvedAxes, swapped: bool) -> tuple[int, ...]:
