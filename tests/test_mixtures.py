@@ -227,3 +227,15 @@ def test_blocks_that_do_not_divide_are_padded():
     np.testing.assert_allclose(
         u[4:, 8:], m2.newton_schulz(g["w"][4:, 8:], 5), atol=1e-5
     )
+
+
+def test_a_step_of_muon_bp_costs_no_more_than_muon():
+    """Its program holds both kinds of step: the compiler counts twice what runs."""
+    g = {"w": jax.ShapeDtypeStruct((16, 1024), jnp.float32)}
+
+    def flops(tx):
+        state = jax.eval_shape(tx.init, g)
+        return jax.jit(tx.update).lower(g, state, g).compile().cost_analysis()["flops"]
+
+    # Two branches; the rest is for choosing between them.
+    assert flops(m2.muon_bp(1.0)) < 2.1 * flops(m2.muon(1.0))
