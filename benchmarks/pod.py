@@ -3,7 +3,8 @@
 ``python -m benchmarks.pod --topology v5e:16x16 --model llama_1b`` runs the real TPU
 compiler (libtpu, the ``pod`` extra) on the step of our optimizer and of
 ``optax.contrib.muon``, without a TPU, and prints collectives, bytes and memory per
-chip.
+chip. ``--topology h100:8`` does the same for GPUs of one host, with the Hopper kernels
+(``pip install jax-cuda12-pjrt jax-cuda12-plugin``, jax 0.11 or later).
 """
 
 import os
@@ -14,6 +15,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import pathlib  # noqa: E402
 import time  # noqa: E402
 from typing import Any  # noqa: E402
@@ -29,6 +31,20 @@ import muon2_optax as m2  # noqa: E402
 from benchmarks import models, record  # noqa: E402
 from benchmarks.sharded import compile_step  # noqa: E402
 from examples.cost import collectives  # noqa: E402
+from muon2_optax import hopper  # noqa: E402
+
+
+def devices_of(topology: str) -> np.ndarray:
+    """Devices to compile for; they need not be here."""
+    kind, _, shape = topology.partition(":")
+    if kind != "h100":
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    else:
+        config = pathlib.Path(__file__).with_name("h100.txtpb").read_text()
+        found = topologies.get_topology_desc(
+            kind, platform="cuda", target_config=config, topology=f"1x1x{shape}"
+        )
+    return np.asarray(found.devices)
 
 
 def abstract(model: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -55,7 +71,9 @@ def abstract(model: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
 def measure(name: str, tx: Any, params: Any) -> dict[str, Any]:
     mesh = next(iter(params.values())).sharding.mesh
     start = time.perf_counter()
-    compiled, _ = compile_step(tx, params, mesh)
+    on_gpus = mesh.devices.flat[0].platform == "gpu"
+    with hopper.kernels(True) if on_gpus else contextlib.nullcontext():
+        compiled, _ = compile_step(tx, params, mesh)
     taken = time.perf_counter() - start
     memory = compiled.memory_analysis()
     text = compiled.as_text()
@@ -81,8 +99,9 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=args.topology)
-    devices = np.asarray(topology.devices)
+    devices = devices_of(args.topology)
+    # What each platform's default is; this process's own is a CPU's.
+    half = jnp.float16 if devices.flat[0].platform == "gpu" else jnp.bfloat16
     sizes = [part.split("=") for part in args.mesh.split(",")]
     shape = [int(s[1]) if len(s) > 1 else devices.size for s in sizes]
     mesh = Mesh(
@@ -98,9 +117,7 @@ def main() -> None:
         if name == "optax.contrib.muon":
             tx: Any = optax.contrib.muon(0.02, muon_weight_dimension_numbers=dims)
         else:
-            tx = m2.REGISTRY[name](
-                0.02, rules=rules, shardings=ours, ns_dtype=jnp.bfloat16
-            )
+            tx = m2.REGISTRY[name](0.02, rules=rules, shardings=ours, ns_dtype=half)
         row = {
             "benchmark": "pod",
             "topology": args.topology,
