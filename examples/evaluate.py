@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from examples import flags
-from examples.flags import UserError, check, check_range, option
+from examples.flags import UserError, check, check_range, failed, option
 
 RECORD_FILE = "evaluation.jsonl"
 
@@ -197,8 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         run(options["evaluate"])
     except UserError as error:
-        print(f"evaluate: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return failed("evaluate", error)
     return 0
 
 

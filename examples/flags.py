@@ -8,6 +8,7 @@ This module imports neither JAX nor NumPy, so that a bad option is reported at o
 import argparse
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,12 @@ from typing import Any, Literal, NoReturn
 
 class UserError(ValueError):
     """Something the user can put right; shown as one line, exit code 2."""
+
+
+def failed(command: str, error: BaseException | str, code: int = 2) -> int:
+    """Shows an error as one line, whatever a library put in it; gives the exit code."""
+    print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
 
 
 def option(default: Any, text: str, *, bare: Any = None) -> Any:

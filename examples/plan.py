@@ -13,7 +13,7 @@ from typing import Any
 
 from examples import flags
 from examples.config import Config, OptimConfig, RunConfig
-from examples.flags import UserError, check, check_range, option
+from examples.flags import UserError, check, check_range, failed, option
 from examples.models import ModelConfig, parameter_count
 from examples.models.config import VOCAB_SIZES
 
@@ -176,8 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _show(**options)
     except UserError as error:
-        print("plan: error:", *str(error).split(), file=sys.stderr)
-        return 2
+        return failed("plan", error)
     return 0
 
 

@@ -18,7 +18,7 @@ matplotlib.use("Agg")  # no display is needed, or touched
 from matplotlib import pyplot as plt  # noqa: E402
 
 from examples.config import METRICS_FILE  # noqa: E402
-from examples.flags import UserError  # noqa: E402
+from examples.flags import UserError, failed  # noqa: E402
 from examples.folder import WriteFailed  # noqa: E402
 from examples.records import read_metrics  # noqa: E402
 
@@ -116,9 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for folder in folders:
             if (folder / SWEEP_FILE).exists():
                 print(plot_sweep(_summary(folder), folder / "sweep.png"))
-    except UserError as problem:
-        print(f"plot: error: {problem}", file=sys.stderr)
-        return 2
+    except UserError as error:
+        return failed("plot", error)
     return 0
 
 

@@ -19,7 +19,7 @@ from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.packing import Packer, read_progress, split_by_hash
 from examples.data.sources import HubStream, TextFiles
-from examples.flags import UserError, check, check_range, option
+from examples.flags import UserError, check, check_range, failed, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,12 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in describe(folder):
             console.print(line, highlight=False)
     except UserError as error:
-        print(f"prepare: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return failed("prepare", error)
     except OSError as error:  # of a folder that may not be read or written
         place = f"{error.filename}: " if error.filename else ""
-        print(f"prepare: error: {place}{error.strerror or error}", file=sys.stderr)
-        return 2
+        return failed("prepare", f"{place}{error.strerror or error}")
     except KeyboardInterrupt:
         print("prepare: stopped; the same command goes on", file=sys.stderr)
         return 130

@@ -11,13 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from examples.config import parse
-from examples.flags import UserError
-
-
-def _fail(error: BaseException, code: int) -> int:
-    message = " ".join(str(error).split())  # one line, whatever a library put in it
-    print(f"pretrain: error: {message}", file=sys.stderr)
-    return code
+from examples.flags import UserError, failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse(argv)
     except UserError as error:
-        return _fail(error, 2)
+        return failed("pretrain", error)
     # Imported late: a bad option is reported without waiting for JAX.
     from examples import checkpoint, folder, loop, runs, signals
 
@@ -36,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint.CheckpointFailed,
         folder.WriteFailed,
     ) as error:
-        return _fail(error, 1)
+        return failed("pretrain", error, 1)
     except UserError as error:
-        return _fail(error, 2)
+        return failed("pretrain", error)
     except signals.Interrupted as error:
-        return _fail(error, error.code)
+        return failed("pretrain", error, error.code)
     except KeyboardInterrupt:
-        return _fail(RuntimeError("interrupted"), 130)
+        return failed("pretrain", "interrupted", 130)
     return 0
 
 

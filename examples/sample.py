@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from examples import flags
-from examples.flags import UserError, check, check_range, option
+from examples.flags import UserError, check, check_range, failed, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(sample(sections["sample"]))
     except UserError as error:
-        print(f"sample: error: {error}", file=sys.stderr)
-        return 2
+        return failed("sample", error)
     return 0
 
 

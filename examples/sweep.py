@@ -17,7 +17,7 @@ from typing import Any
 
 from examples import config as configs
 from examples.config import METRICS_FILE
-from examples.flags import UserError, check
+from examples.flags import UserError, check, failed
 from examples.folder import check_unchanged, holds_run, stored_config, write_atomically
 from examples.records import read_metrics
 
@@ -214,8 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return sweep(parse_grid(options.set), Path(options.out), words[cut + 1 :])
     except UserError as error:
-        print(f"sweep: error: {error}", file=sys.stderr)
-        return 2
+        return failed("sweep", error)
 
 
 if __name__ == "__main__":

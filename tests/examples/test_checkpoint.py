@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,11 @@ from examples.pretrain import main
 from examples.records import RecordFile, read_metrics
 
 ROOT = Path(__file__).parents[2]
-# Orbax forgets a coroutine where a checkpoint is damaged.
-pytestmark = pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    # Orbax forgets a coroutine where a checkpoint is damaged.
+    pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,12 +32,7 @@ CONFIG = parse(
 GRAPHDEF, INIT = make_model(CONFIG.model, 257)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Many shapes and little work: compiling takes nearly all of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,13 @@
 """A sweep runs every combination once and sums them up."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
 
 from examples import plot, sweep
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_a_sweep_and_its_continuation(
