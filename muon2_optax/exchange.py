@@ -28,8 +28,8 @@ from muon2_optax.stacks import in_lots, take
 # Bytes of whole matrices, in the dtype of the iteration, that a device takes at once:
 # what bounds the memory of a step. While one lot is iterated the next one travels.
 LOT = 420e6
-# Matrices of a lot, if every device gets one: XLA for GPUs joins no more than about as
-# many (96 operands, of which each takes two) in the pass that narrows them.
+# Leaves of a lot, if every device gets a matrix: XLA for GPUs joins no more than about
+# as many (96 operands, of which each takes two) in the pass that narrows them.
 JOINED = 40
 
 
@@ -119,7 +119,8 @@ class _Group:
         devices = size(self.mesh, self.kind.axes)
         share = -(-count // devices)
         matrix = math.prod(self.kind.local) * devices * self.dtype.itemsize
-        lots = min(share, max(math.ceil(share * matrix / LOT), -(-count // JOINED)))
+        least = max(math.ceil(share * matrix / LOT), -(-len(pieces) // JOINED))
+        lots = min(share, least)
         step = -(-share // lots) * devices
 
         def lot(first: int, members: list[jax.Array]) -> list[jax.Array]:
