@@ -106,7 +106,8 @@ def evaluate_files(
     names = [name.strip() for name in config.tasks.split(",")]
     if names == ["all"]:
         names = [name for name, task in TASKS.items() if (folder / task.file).exists()]
-        check(bool(names), f"--task-data {folder}: no task file in it")
+        known = ", ".join(task.file for task in TASKS.values())
+        check(bool(names), f"--task-data {folder}: no task file in it ({known})")
     if unknown := [name for name in names if name not in TASKS]:
         known = ", ".join(TASKS)
         raise UserError(f"--tasks {','.join(unknown)}: unknown; there are {known}")

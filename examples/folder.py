@@ -162,6 +162,22 @@ def check_unchanged(
     )
 
 
+def accepted_changes(folder: Path, new: Config) -> list[str]:
+    """What a run that goes on does otherwise than before, as lines to show."""
+    if not (folder / SETTINGS_FILE).exists():
+        return []
+    before, after = stored_config(folder).flat(), new.flat()
+    said = []
+    if before["steps"] != after["steps"]:
+        said.append(
+            f"changed: --steps was {before['steps']}, now {after['steps']}: the "
+            "learning rate follows the schedule of the longer run from here on"
+        )
+    if before["mesh"] != after["mesh"]:
+        said.append(f"changed: --mesh was {before['mesh'] or 'none'}")
+    return said
+
+
 def store_settings(
     folder: Path,
     config: Config,

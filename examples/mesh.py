@@ -69,9 +69,13 @@ def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
             count *= sizes[name]
     several_processes = len({device.process_index for device in devices}) > 1
     if count > len(devices) or (several_processes and count < len(devices)):
+        hint = ""
+        if devices[0].platform == "cpu":
+            flag = "--xla_force_host_platform_device_count"
+            hint = f" (XLA_FLAGS={flag}={count} imagines so many CPUs)"
         raise UserError(
             f"--mesh {text or 'of one device'} takes {count} devices, "
-            f"here are {len(devices)}"
+            f"here are {len(devices)}; name another --mesh{hint}"
         )
     names = [name for name in AXES if name in sizes]
     return jax.make_mesh(

@@ -183,7 +183,7 @@ def prepare(config: PrepareConfig, console: Console) -> shards.Folder:
 
 
 def describe(folder: shards.Folder) -> Iterator[str]:
-    """One line per split."""
+    """A line for each split, and one for the tokenizer."""
     for split in ("train", "val"):
         chosen = folder.split(split)
         documents, size, tokens = (
@@ -194,6 +194,8 @@ def describe(folder: shards.Folder) -> Iterator[str]:
             f"{split}: {len(chosen)} shards, {documents:,} documents, {size:,} bytes, "
             f"{tokens:,} tokens ({size / tokens:.3f} bytes per token)"
         )
+    tokenizer = folder.tokenizer()
+    yield f"vocabulary: {tokenizer.vocab_size:,} ({tokenizer.name})"
     if folder.index["left_out"]:
         yield f"left out (blank, or also held out): {folder.index['left_out']:,}"
 

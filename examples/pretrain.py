@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return failed("pretrain", error, 1)
     except UserError as error:
         return failed("pretrain", error)
-    except signals.Interrupted as error:
-        return failed("pretrain", error, error.code)
+    except signals.Interrupted as stopped:
+        print(f"pretrain: {stopped}", file=sys.stderr)
+        return stopped.code
     except KeyboardInterrupt:
         return failed("pretrain", "interrupted", 130)
     return 0

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -14,7 +15,13 @@ from examples.checkpoint import Store
 from examples.config import CHECKPOINT_FOLDER, METRICS_FILE, Config
 from examples.data import loader
 from examples.flags import UserError
-from examples.folder import WriteFailed, claim_folder, locked, store_settings
+from examples.folder import (
+    WriteFailed,
+    accepted_changes,
+    claim_folder,
+    locked,
+    store_settings,
+)
 from examples.loop import Training
 from examples.models import active_parameter_count, matrix_rules, parameter_count
 from examples.records import read_metrics
@@ -23,8 +30,11 @@ from examples.setup import Setup, prepare
 from examples.signals import Signals
 
 
-def _describe(setup: Setup, report: Report) -> None:
-    """Say what is about to be trained on what, on the screen and in the JSONL."""
+def _describe(setup: Setup, report: Report, changes: Sequence[str]) -> None:
+    """Say what is about to be trained on what, on the screen and in the JSONL.
+
+    `changes`: what is not as it was when the run was begun.
+    """
     config, data = setup.config, setup.data
     text, run, model = data.about, config.run, config.model
     vocab_size = data.tokenizer.vocab_size
@@ -46,13 +56,21 @@ def _describe(setup: Setup, report: Report) -> None:
         f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = "
         f"{tokens:,} tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}",
         "machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()),
+        f"mesh: {run.mesh or 'none'}, on {setup.mesh.size} of {jax.device_count()}",
+        *changes,
     )
+    if config.optim.warmup_steps >= run.steps:
+        report.say(
+            f"note: the warm-up, {config.optim.warmup_steps} steps, is no shorter than "
+            "the run: the peak learning rate is never reached"
+        )
     report.record(
         "run",
         config=config.as_dict(),
         environment=machine,
         parameters=parameters,
         text=dataclasses.asdict(text),
+        changes=list(changes),
     )
 
 
@@ -99,7 +117,11 @@ def _join(config: Config) -> None:
 
 
 def _train(
-    setup: Setup, folder: Path, begin: float, done: dict[str, Result]
+    setup: Setup,
+    folder: Path,
+    begin: float,
+    done: dict[str, Result],
+    changes: Sequence[str],
 ) -> list[Result]:
     """Train with every optimizer that has not finished yet, and compare them all."""
     config = setup.config
@@ -114,7 +136,7 @@ def _train(
         Signals() as signals,
         jax.set_mesh(setup.mesh),
     ):
-        _describe(setup, report)
+        _describe(setup, report, changes)
         _write_notes(setup, rules, folder)
         for plan in plans:
             if plan.name in done:
@@ -142,7 +164,11 @@ def run(config: Config) -> list[Result]:
     first = jax.process_index() == 0
     with locked(folder) if first else contextlib.nullcontext():
         setup = prepare(config, data)
-        done = _earlier_results(config, folder)  # before anything is written
+        # Before anything is written.
+        done, changes = (
+            _earlier_results(config, folder),
+            accepted_changes(folder, config),
+        )
         store_settings(
             folder,
             config,
@@ -151,4 +177,4 @@ def run(config: Config) -> list[Result]:
             data.about.tokens_digest,
             write=first,
         )
-        return _train(setup, folder, begin, done)
+        return _train(setup, folder, begin, done, changes)

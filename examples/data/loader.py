@@ -11,7 +11,7 @@ from examples.data import corpus as corpora
 from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.order import shuffled
-from examples.flags import UserError
+from examples.flags import UserError, check
 
 
 class Stream(Protocol):
@@ -196,8 +196,14 @@ def _from_shards(config: Config, folder: shards.Folder) -> Dataset:
             tokens=sum(shard.tokens for shard in chosen),
         )
 
+    check(
+        config.data.tokenizer == "bytes",
+        f"--tokenizer {config.data.tokenizer}: token shards bring their own; leave it "
+        "out",
+    )
+    count = len(folder.split("train")) + len(folder.split("val"))
     about = About(
-        source=f"{len(folder.shards)} token shards in {folder.path}",
+        source=f"{count} token shards in {folder.path}",
         digest=folder.digest(),
         tokens_digest=folder.index["tokenizer"]["sha256"][:16],
         train=part("train"),

@@ -130,9 +130,11 @@ def read_task(task: Task, folder: Path, limit: int = 0) -> list[Question]:
             question = task.read(fields)
             question.pairs[question.gold]  # an answer that is there
         except (ValueError, KeyError, TypeError, IndexError) as error:
+            missing = isinstance(error, KeyError)
+            reason = f"no field {error}" if missing else str(error)
             place = f"{path}, line {number}"
             raise UserError(
-                f"{place}: not a record of {task.name} ({error!r})"
+                f"{place}: not a record of {task.name} ({reason})"
             ) from None
         questions.append(question)
     if not questions:

@@ -87,8 +87,10 @@ def test_more_steps_go_on_from_the_last(finished: Path, tmp_path: Path) -> None:
     assert main(["--resume", "--out", str(folder), "--steps", "14"]) == 0
     assert list(losses(folder)) == list(range(1, 15))
     assert {s: losses(folder)[s] for s in range(1, 13)} == losses(finished)
-    results = [r for r in read_metrics(folder / "metrics.jsonl") if "digest" in r]
-    assert [r["steps"] for r in results] == [14]
+    metrics = list(read_metrics(folder / "metrics.jsonl"))
+    assert [r["steps"] for r in metrics if "digest" in r] == [14]
+    (change,) = [r["changes"] for r in metrics if r["kind"] == "run"][-1]
+    assert "--steps was 12, now 14" in change
 
 
 def damage(path: Path, kind: str) -> None:

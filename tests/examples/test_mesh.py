@@ -138,3 +138,10 @@ def test_a_mesh_computes_what_one_device_does(
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected, found
     )
+
+
+def test_too_large_a_mesh_says_what_to_do() -> None:
+    with pytest.raises(
+        UserError, match="name another --mesh.*device_count=64 imagines"
+    ):
+        make_mesh("fsdp=64")

@@ -136,6 +136,7 @@ def test_many_kills(runs: Runs) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 def test_killed_runs_on_a_gpu(tmp_path: Path, text_path: Path) -> None:
     """With `--deterministic`, at sizes that the symmetric kernels serve."""
     sizes = ("--dim", "768", "--heads", "6", "--hidden", "1024", "--layers", "3")

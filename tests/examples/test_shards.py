@@ -201,3 +201,8 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a.bin").stat().st_size == 12
     stream = shards.ShardStream(tmp_path, [shard])
     assert stream[0:3].tolist() == [1, 70_000, 2**31]
+
+
+def test_another_tokenizer_than_that_of_the_shards_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="token shards bring their own"):
+        loader.load(parse(["--data", str(folder), "--tokenizer", "bpe"]))
