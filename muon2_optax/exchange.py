@@ -189,6 +189,8 @@ class _Group:
 
     def _swap(self, x: jax.Array) -> jax.Array:
         """Equal parts of axis 0 to every device, and theirs in return."""
+        # XLA for CPUs gives the parts layouts of their own, and refuses the result.
+        x = jax.lax.optimization_barrier(x)
         return jax.lax.all_to_all(x, self.kind.axes, 0, 0, tiled=True)
 
     def _gathered(self, piece: jax.Array, factors: jax.Array | None) -> jax.Array:

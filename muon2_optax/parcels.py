@@ -116,11 +116,14 @@ def narrowed(
 
     float16 does not reach as far as the values do before they are normalized, so each
     piece is divided by its root mean square, which also says what its matrix's norm is.
-    Other dtypes need no factors: None.
+    Other dtypes need no factors: None. Neither do leaves of several blocks: those are
+    matrices of their own, whose sizes can differ by any factor, and go out in float32.
     """
     if dtype != jnp.float16:
         return [x.astype(dtype) for x in xs], None
     wide = [x.astype(jnp.float32) for x in xs]
+    if len(axes[0].splits) > 1:
+        return wide, None
     # In float64, where the squares of any float32 fit. Along the leaf's last axis
     # first, which one pass over the leaf serves together with whatever made it, and
     # then all rows of all leaves in one small program.

@@ -112,7 +112,9 @@ def _call(
         ),
         **({} if how is None else {"interpret": how}),
     )
-    return kernel(factors, *operands)
+    # Its indices are of 32 bits, also where Python's integers would become 64.
+    with jax.enable_x64(False):
+        return kernel(factors, *operands)
 
 
 def _processors() -> int:

@@ -344,6 +344,13 @@ def test_lowers_for_cuda():
 
 
 @needs_kernel
+@pytest.mark.parametrize("shape", [(8, 1024, 1312), (16, 1024, 1024)], ids=str)
+def test_lowers_for_cuda_under_x64(shape):
+    with jax.enable_x64(True):
+        assert "mosaic_gpu" in _lowered(True, [shape])
+
+
+@needs_kernel
 @pytest.mark.parametrize(
     "on, shapes, options",
     [
