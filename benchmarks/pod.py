@@ -15,7 +15,6 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 import argparse  # noqa: E402
-import contextlib  # noqa: E402
 import pathlib  # noqa: E402
 import time  # noqa: E402
 from typing import Any  # noqa: E402
@@ -72,7 +71,7 @@ def measure(name: str, tx: Any, params: Any) -> dict[str, Any]:
     mesh = next(iter(params.values())).sharding.mesh
     start = time.perf_counter()
     on_gpus = mesh.devices.flat[0].platform == "gpu"
-    with hopper.kernels(True) if on_gpus else contextlib.nullcontext():
+    with hopper.kernels(on_gpus or None):
         compiled, _ = compile_step(tx, params, mesh)
     taken = time.perf_counter() - start
     memory = compiled.memory_analysis()

@@ -47,9 +47,11 @@ class Contender:
             )
             transform = plan.transform
         abstract = state.abstract_state(transform, params, mesh, ema=False)
-        chunks = step.loss_chunks(config, vocab_size, mesh, config.run.accumulate)
-        self.chunks = chunks
-        train_step = step.make_train_step(graphdef, transform, config, abstract, chunks)
+        parts = config.run.accumulate
+        self.chunks = step.loss_chunks(config, vocab_size, mesh, parts)
+        train_step = step.make_train_step(
+            graphdef, transform, config, abstract, self.chunks
+        )
         shape = (config.run.batch_size, config.model.seq_len + 1)
         rows = batch_sharding(mesh)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)

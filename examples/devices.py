@@ -13,9 +13,9 @@ from examples.flags import UserError, check
 def _cpu_devices(count: int) -> list[Any]:
     """Imagined devices: enough CPUs, or those that JAX already has."""
     os.environ.setdefault("XLA_FLAGS", "")
-    name = "--xla_force_host_platform_device_count"
-    if name not in os.environ["XLA_FLAGS"]:  # read when the first device is asked for
-        os.environ["XLA_FLAGS"] += f" {name}={count}"
+    # Read when the first device is asked for.
+    if mesh.CPU_COUNT not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {mesh.CPU_COUNT}={count}"
     jax.config.update("jax_platforms", "cpu")
     return jax.devices("cpu")
 

@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from examples.flags import UserError
 
+# XLA's flag for imagined CPU devices.
+CPU_COUNT = "--xla_force_host_platform_device_count"
 # From the slowest links to the fastest: neighbours share the axis that comes last.
 AXES = ("data", "fsdp", "expert", "tensor")
 _BATCH_AXES = ("data", "fsdp", "expert")
@@ -71,8 +73,7 @@ def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     if count > len(devices) or (several_processes and count < len(devices)):
         hint = ""
         if devices[0].platform == "cpu":
-            flag = "--xla_force_host_platform_device_count"
-            hint = f" (XLA_FLAGS={flag}={count} imagines so many CPUs)"
+            hint = f" (XLA_FLAGS={CPU_COUNT}={count} imagines so many CPUs)"
         raise UserError(
             f"--mesh {text or 'of one device'} takes {count} devices, "
             f"here are {len(devices)}; name another --mesh{hint}"

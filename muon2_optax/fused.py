@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon2_optax import symmetric
 from muon2_optax.coefficients import Frobenius, Plan
-from muon2_optax.stacks import in_lots
+from muon2_optax.stacks import in_lots, rows_major, totals
 
 # The kernel's operand A B^T counts in columns of this many elements.
 COLUMNS = 64
@@ -47,7 +46,7 @@ def run(
             start += len(y)
             for f in factors:
                 y = y.astype(f.dtype) * f[part, None, None]
-            y = _rows_major(y.astype(dtype))
+            y = rows_major(y.astype(dtype))
             # Columns of zeros change nothing.
             wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
             ready.append(jnp.pad(y.mT if tall else y, wide))
@@ -56,7 +55,7 @@ def run(
         for y in members:
             o = outputs[start : start + len(y)]
             start += len(y)
-            done.append(o if y.shape[1] == m else _rows_major(o.mT))
+            done.append(o if y.shape[1] == m else rows_major(o.mT))
         return done
 
     results = in_lots(lot, flat, size)
@@ -101,15 +100,12 @@ def _factors(
     """Two factors (total count,) that normalize each matrix of the stacks to ``scale``.
 
     Squares are summed in float64, where those of any float32 fit: one pass over the
-    values. The sums of rows are gathered, so that one small program serves all. Two
-    factors, because 1 / norm may be out of the range of float32.
+    values. Two factors, because 1 / norm may be out of the range of float32.
     """
     wide = jnp.result_type(jnp.float32, *stacks)
-    longest = max(x.shape[1] for x in stacks)
     with jax.enable_x64(True):
         rows = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1) for x in stacks]
-        rows = [jnp.pad(r, [(0, 0), (0, longest - r.shape[1])]) for r in rows]
-        norm = _divisor(jnp.sqrt(jnp.sum(jnp.concatenate(rows), axis=-1)), how)
+        norm = _divisor(jnp.sqrt(totals(rows)), how)
         coarse = (1 / jnp.sqrt(norm)).astype(wide)
         return coarse, (scale / norm / coarse.astype(jnp.float64)).astype(wide)
 
@@ -121,14 +117,6 @@ def _divisor(norm: jax.Array, how: Frobenius) -> jax.Array:
     return jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
 
 
-def _rows_major(x: jax.Array) -> jax.Array:
-    """Keeps XLA from storing ``x`` transposed.
-
-    It would store everything that x is made of transposed with it, in float32.
-    """
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
-
-
 def gain(rows: Sequence[Any]) -> float:
     """The product of the leading coefficients."""
     return math.prod(row[0] for row in rows)
@@ -138,7 +126,7 @@ def iterate(
     x: jax.Array,
     chunks: Sequence[Sequence[Any]],
     interpret: Any = None,
-    pieces: tuple[int, int] = (1, 1),
+    pieces: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Runs of steps on (L, m, n) matrices that are normalized, times the gain.
 
@@ -150,13 +138,13 @@ def iterate(
     product = functools.partial(
         symmetric.product, tiles=tiles_for(m), interpret=interpret
     )
-    wide = symmetric.Tiles() if m // pieces[0] % 256 == 0 else SMALL
+    down, _ = pieces or (1, 1)
+    wide = symmetric.Tiles() if m // down % 256 == 0 else SMALL
     added = functools.partial(symmetric.added, tiles=wide, interpret=interpret)
     for i, rows in enumerate(chunks):
         r = product(x, x, alpha=GRAIN / scale**2)
         p = _factor(r, rows, product)
-        last = i + 1 == len(chunks) and pieces != (1, 1)
-        x = added(p, x, pieces=pieces) if last else added(p, x)
+        x = added(p, x, pieces=pieces if i + 1 == len(chunks) else None)
         scale /= gain(rows)
     return x
 

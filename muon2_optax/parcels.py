@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.placement import Axes, Placement
+from muon2_optax.stacks import rows_major, totals
 
 Side = tuple[tuple[int, Axes], ...]
 # 16-bit numbers after which values begin anew, where that is a small part of the whole:
@@ -100,7 +100,7 @@ def put_back(
     if x.dtype == jnp.float16 and back != tuple(range(x.ndim)):
         # On GPUs: transposed in a pass of its own. Joined to the update of a parameter
         # it would keep that from being done in place.
-        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+        x = rows_major(x)
     return x.astype(like.dtype)
 
 
@@ -129,11 +129,8 @@ def narrowed(
     # then all rows of all leaves in one small program.
     with jax.enable_x64(True):
         rows = [_row_sums(x, a) for x, a in zip(wide, axes)]
-        longest = max(r.shape[1] for r in rows)
-        rows = [jnp.pad(r, [(0, 0), (0, longest - r.shape[1])]) for r in rows]
         piece = max(1, xs[0].size // max(1, len(rows[0])))
-        means = jnp.sum(jnp.concatenate(rows), axis=1) / piece
-        factors = jnp.sqrt(means).astype(jnp.float32)
+        factors = jnp.sqrt(totals(rows) / piece).astype(jnp.float32)
     divisors = jnp.where(factors == 0, 1, factors)
     narrow, start = [], 0
     for x, a, r in zip(wide, axes, rows):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def take(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:
@@ -38,3 +39,18 @@ def in_lots(
         results.append(found[0] if len(found) == 1 else jnp.concatenate(found))
         start += len(part)
     return results
+
+
+def totals(parts: Sequence[jax.Array]) -> jax.Array:
+    """Sums along axis 1 of all parts (count, length), which differ in length.
+
+    Gathered first, so that one small program serves all.
+    """
+    longest = max(p.shape[1] for p in parts)
+    padded = [jnp.pad(p, [(0, 0), (0, longest - p.shape[1])]) for p in parts]
+    return jnp.sum(jnp.concatenate(padded), axis=1)
+
+
+def rows_major(x: jax.Array) -> jax.Array:
+    """Keeps XLA from storing ``x`` transposed, and all it is made of with it."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))

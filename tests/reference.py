@@ -53,6 +53,22 @@ def keller(x, steps=5, eps=0.0):
     return newton_schulz(x, [KELLER] * steps, eps=eps)
 
 
+def assert_symmetric_product(got, x, addends, alpha, eps):
+    """alpha X X^T plus the sum of beta C, rounded once to a dtype of this ``eps``."""
+    x, got = wide(x), wide(got)
+    want = alpha * x @ x.swapaxes(1, 2)
+    want = want + sum(beta * wide(c) for beta, c in addends)
+    assert np.abs(got - want).max() <= eps * np.abs(want).max()
+    np.testing.assert_array_equal(got, got.swapaxes(1, 2))
+
+
+def in_pieces(x, down, right):
+    """(L, m, n) as (down, right, L, m / down, n / right)."""
+    stack, m, n = x.shape
+    x = x.reshape(stack, down, m // down, right, n // right)
+    return x.transpose(1, 3, 0, 2, 4)
+
+
 def polar(x):
     """The exact polar factor U V^H of one matrix."""
     u, _, vh = np.linalg.svd(wide(x), full_matrices=False)

@@ -57,13 +57,7 @@ def test_symmetric_product(dtype, side, k, addends):
     pairs = [(0.5 + i, jnp.asarray(c + c.mT, dtype)) for i, c in enumerate(cs)]
     tiles = fused.tiles_for(side)
     got = symmetric.product(x, x, *pairs, alpha=0.25, tiles=tiles)
-    x64 = np.asarray(x, np.float64)
-    want = 0.25 * x64 @ x64.swapaxes(1, 2)
-    want = want + sum(b * np.asarray(c, np.float64) for b, c in pairs)
-    got = np.asarray(got, np.float64)
-    # One rounding of the result.
-    assert np.abs(got - want).max() <= jnp.finfo(dtype).eps * np.abs(want).max()
-    np.testing.assert_array_equal(got, got.swapaxes(1, 2))
+    reference.assert_symmetric_product(got, x, pairs, 0.25, jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("pieces", [None, (1, 2), (2, 1), (2, 3)], ids=str)
@@ -80,7 +74,7 @@ def test_added(side, pieces):
     p, x = (np.asarray(v, np.float64) for v in half)
     want = x + p @ x
     if pieces:
-        want = want.reshape(5, down, m // down, right, 704).transpose(1, 3, 0, 2, 4)
+        want = reference.in_pieces(want, *pieces)
     assert relative_error(got, want) < 1e-3
 
 

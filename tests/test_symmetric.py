@@ -58,13 +58,7 @@ def test_product(addends, dtype, interpret):
     cs = [jnp.asarray(c + c.swapaxes(1, 2), dtype) for c in cs]
     pairs = [(0.5 + i, c) for i, c in enumerate(cs)]
     got = symmetric.product(x, x, *pairs, alpha=0.25, tiles=SMALL, interpret=interpret)
-    wide = np.asarray(x, np.float64)
-    want = 0.25 * wide @ wide.swapaxes(1, 2)
-    want = want + sum(beta * np.asarray(c, np.float64) for beta, c in pairs)
-    got = np.asarray(got, np.float64)
-    # One rounding of the result.
-    assert np.abs(got - want).max() <= jnp.finfo(dtype).eps * np.abs(want).max()
-    np.testing.assert_array_equal(got, got.swapaxes(1, 2))
+    reference.assert_symmetric_product(got, x, pairs, 0.25, jnp.finfo(dtype).eps)
 
 
 @needs_kernel
@@ -107,8 +101,7 @@ def test_added_in_pieces(pieces, tiles, interpret):
         jnp.asarray(p), jnp.asarray(x), pieces=pieces, tiles=tiles, interpret=interpret
     )
     p, x = p.astype(np.float64), x.astype(np.float64)
-    want = (x + p @ x).reshape(2, down, m // down, right, 192).transpose(1, 3, 0, 2, 4)
-    assert relative_error(got, want) < 1e-3
+    assert relative_error(got, reference.in_pieces(x + p @ x, *pieces)) < 1e-3
 
 
 def test_pieces_without_tiles_are_refused():
@@ -149,11 +142,7 @@ def _product(a, b, *addends, alpha=1.0, tiles=None, interpret=None):
 def _added(p, x, *, pieces=None, tiles=None, interpret=None):
     wide = jnp.matmul(p.astype(jnp.float32), x.astype(jnp.float32), precision="highest")
     out = (x.astype(jnp.float32) + wide).astype(x.dtype)
-    if pieces is None:
-        return out
-    (down, right), (stack, m, n) = pieces, x.shape
-    out = out.reshape(stack, down, m // down, right, n // right)
-    return out.transpose(1, 3, 0, 2, 4)
+    return out if pieces is None else reference.in_pieces(out, *pieces)
 
 
 @pytest.fixture
@@ -247,6 +236,26 @@ def test_zero_members_stay_zero_and_bad_ones_stay_alone(emulated):
 
 
 @pytest.fixture
+def on_hopper():
+    """As in the branch of a program that Hopper GPUs run."""
+    token = hopper._cuda.set(True)
+    try:
+        with hopper.kernels(True):
+            yield
+    finally:
+        hopper._cuda.reset(token)
+
+
+def _divided(xs, mesh, spec, steps):
+    """Orthogonalized in float16, divided over the mesh."""
+    sharding = NamedSharding(mesh, spec)
+    tx = m2.newton_schulz_orthogonalize(steps, ns_dtype=jnp.float16)
+    with jax.set_mesh(mesh):
+        tree = [jax.device_put(x, sharding) for x in xs]
+        return jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(tree)
+
+
+@pytest.fixture
 def on_pieces(emulated, monkeypatch):
     """Small matrices on fake devices take the kernels' way; counts how often."""
     taken = []
@@ -276,13 +285,9 @@ def test_pieces_are_iterated_as_they_came(name, steps, on_pieces):
     shape, spec, matrix, grid = LAYOUTS[name]
     names = ("x", "y")[: len(shape)]
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
-    sharding = NamedSharding(mesh, spec)
     xs = [_stack(matrix, i, np.float32) * 10.0 ** (5 * i - 8) for i in range(5)]
     xs[3][:] = 0
-    tx = m2.newton_schulz_orthogonalize(steps, ns_dtype=jnp.float16)
-    with jax.set_mesh(mesh):
-        tree = [jax.device_put(x, sharding) for x in xs]
-        done = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(tree)
+    done = _divided(xs, mesh, spec, steps)
     assert set(on_pieces) == {grid}
     for x, got in zip(xs, done):
         # As above: five steps multiply the rounding.
@@ -292,14 +297,10 @@ def test_pieces_are_iterated_as_they_came(name, steps, on_pieces):
 
 def test_a_bad_entry_spoils_its_own_matrix_only(on_pieces):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-    sharding = NamedSharding(mesh, P("x"))
     xs = [_stack((256, 320), i, np.float32) for i in range(4)]
     xs[1][3, 4] = np.inf
     xs[2][200, 1] = np.nan
-    tx = m2.newton_schulz_orthogonalize(3, ns_dtype=jnp.float16)
-    with jax.set_mesh(mesh):
-        tree = [jax.device_put(x, sharding) for x in xs]
-        done = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(tree)
+    done = _divided(xs, mesh, P("x"), 3)
     assert on_pieces
     for bad, y in zip([False, True, True, False], map(np.asarray, done)):
         assert np.isnan(y).all() if bad else np.isfinite(y).all()
@@ -314,14 +315,9 @@ def test_a_bad_entry_spoils_its_own_matrix_only(on_pieces):
         ((2048, 1030), (1, 2), False),  # much padding
     ],
 )
-def test_which_pieces_are_taken(piece, grid, takes):
-    token = hopper._cuda.set(True)
-    try:
-        with hopper.kernels(True):
-            half = jnp.dtype(jnp.float16)
-            assert hopper.takes_pieces(8, piece, grid, PLAN, half) is takes
-    finally:
-        hopper._cuda.reset(token)
+def test_which_pieces_are_taken(piece, grid, takes, on_hopper):
+    half = jnp.dtype(jnp.float16)
+    assert hopper.takes_pieces(8, piece, grid, PLAN, half) is takes
 
 
 # --- when it is used ----------------------------------------------------------------
@@ -402,24 +398,16 @@ def test_is_off_without_a_hopper_gpu():
         assert not hopper.available()
 
 
-def test_chunks_are_bounded_and_equal():
-    token = hopper._cuda.set(True)
-    try:
-        with hopper.kernels(True):
-            size = functools.partial(
-                hopper.chunk_size, plan=PLAN, dtype=jnp.dtype(jnp.float16)
-            )
-            assert size(72, (2048, 5472)) == 18
-            assert size(96, (2048, 2048)) == 48
-            assert size(40, (5120, 13824)) == 2
-            assert size(24, (16384, 65536)) == 1
-            assert size(73, (2048, 5472)) in range(1, 20)
-            aol = coefficients.resolve("turbo", 3)
-            assert hopper.chunk_size(72, (2048, 5472), aol, jnp.dtype(jnp.float16)) is (
-                None
-            )
-    finally:
-        hopper._cuda.reset(token)
+def test_chunks_are_bounded_and_equal(on_hopper):
+    half = jnp.dtype(jnp.float16)
+    size = functools.partial(hopper.chunk_size, plan=PLAN, dtype=half)
+    assert size(72, (2048, 5472)) == 18
+    assert size(96, (2048, 2048)) == 48
+    assert size(40, (5120, 13824)) == 2
+    assert size(24, (16384, 65536)) == 1
+    assert size(73, (2048, 5472)) in range(1, 20)
+    aol = coefficients.resolve("turbo", 3)
+    assert hopper.chunk_size(72, (2048, 5472), aol, half) is None
 
 
 def test_importing_the_package_does_not_import_pallas():

@@ -175,7 +175,8 @@ def make_blocks(
     keys = jax.random.split(rngs.params(), config.layers)
     abstract = nnx.eval_shape(lambda key: make(nnx.Rngs(key)), keys[0])
     graphdef, _ = nnx.split(abstract, nnx.Param)
-    # Made together in any case: random numbers for each layer take long to compile.
+    # One program makes all layers in a loop: random numbers for each layer take long to
+    # compile, and also a stack of them where XLA moves the slices below into it.
     stacked = jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(key)), nnx.Param), keys)
     if config.scan_layers:
         return nnx.merge(graphdef, stacked)
