@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.mesh --model llama_1b`` runs the full step (update and apply,
 donated) on one device and on meshes of all, ours and ``optax.contrib.muon`` in one
-process and in turns, and prints milliseconds, parallel efficiency t1 / (D tD), and what
-moves.
+process and in turns, and prints milliseconds, parallel efficiency t1 / (D tD), what
+moves, and for how long that is not hidden.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import muon2_optax as m2
-from benchmarks import models, record, timing
+from benchmarks import models, overlap, record, timing
 from benchmarks.sharded import compile_step
 from examples.cost import collectives
 
@@ -49,7 +49,8 @@ class Contender:
         self.compile_s = time.perf_counter() - start
         self.moves = collectives(self.step.as_text())
 
-    def times(self, repeats: int, chain: int) -> list[float]:
+    def operands(self) -> tuple[Any, Any, Any]:
+        """Parameters and state of zeros, and normal gradients."""
         rng = jax.jit(
             lambda key, shape: jax.random.normal(key, shape),
             static_argnums=1,
@@ -62,7 +63,7 @@ class Contender:
             return jnp.zeros(x.shape, x.dtype, device=x.sharding)
 
         params, state = jax.tree.map(zeros, (self.params, self.state))
-        return timing.of_step(self.step, params, state, grads, repeats, chain)
+        return params, state, grads
 
 
 def mesh_of(name: str) -> Mesh:
@@ -77,6 +78,18 @@ def mesh_of(name: str) -> Mesh:
     )
 
 
+def overlap_of(
+    contender: Contender, mesh_name: str, args: argparse.Namespace
+) -> dict[str, float]:
+    """How long its communication takes, and how much of that nothing hides."""
+    if contender.mesh.size == 1:
+        return {}
+    keep = args.traces and args.traces / f"{contender.name}_{mesh_name}"
+    found = overlap.of_step(contender.step, *contender.operands(), args.chain, keep)
+    gc.collect()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama_1b", choices=sorted(models.MODELS))
@@ -85,6 +98,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--chain", type=int, default=timing.CHAIN, help="steps each")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--traces", type=pathlib.Path, help="where to keep profiles")
     parser.add_argument("--commit", help="recorded where git is not there")
     parser.add_argument(
         "--out", type=pathlib.Path, default=record.RESULTS / "mesh.jsonl"
@@ -103,13 +117,14 @@ def main() -> None:
     taken: list[list[float]] = [[] for _ in made]
     for turn in range(args.turns):
         for times, (_, c) in zip(taken, made):
-            times += c.times(args.repeats, args.chain)
+            times += timing.of_step(c.step, *c.operands(), args.repeats, args.chain)
             gc.collect()
         print(f"turn {turn + 1} of {args.turns}", flush=True)
+    overlaps = [overlap_of(c, mesh_name, args) for mesh_name, c in made]
     ms = [statistics.median(t) for t in taken]
     single = {c.name: t for t, (_, c) in zip(ms, made) if c.mesh.size == 1}
     rows = []
-    for t, times, (_, c) in zip(ms, taken, made):
+    for t, times, overlap, (_, c) in zip(ms, taken, overlaps, made):
         devices = c.mesh.size
         efficiency = single[c.name] / (devices * t) if c.name in single else None
         rows.append(
@@ -122,13 +137,15 @@ def main() -> None:
                 "efficiency": efficiency and round(efficiency, 4),
                 "collectives": {k: n for k, (n, _) in c.moves.items()},
                 "mb_per_device": round(sum(b for _, b in c.moves.values()) / 1e6, 2),
+                **overlap,
                 "compile_s": round(c.compile_s, 1),
                 "samples": len(times),
                 "chain": args.chain,
                 **record.environment(args.commit),
             }
         )
-        print({k: rows[-1][k] for k in list(rows[-1])[2:9]}, flush=True)
+        last = list(rows[-1]).index("compile_s")
+        print({k: rows[-1][k] for k in list(rows[-1])[2:last]}, flush=True)
     record.write(args.out, rows)
 
 

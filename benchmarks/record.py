@@ -1,6 +1,7 @@
 """One JSON line per measurement: the number, and what it takes to read it."""
 
 import json
+import os
 import pathlib
 import platform
 import subprocess
@@ -27,12 +28,14 @@ def commit() -> str:
 
 def environment(commit_id: str | None = None) -> dict[str, Any]:
     device = jax.devices()[0]
+    flags = os.environ.get("XLA_FLAGS")
     return {
         "device": device.device_kind,
         "devices": jax.device_count(),
         "jax": jax.__version__,
         "optax": optax.__version__,
         "python": platform.python_version(),
+        **({"xla_flags": flags} if flags else {}),
         "commit": commit_id or commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
