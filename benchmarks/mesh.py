@@ -124,7 +124,7 @@ def main() -> None:
     ms = [statistics.median(t) for t in taken]
     single = {c.name: t for t, (_, c) in zip(ms, made) if c.mesh.size == 1}
     rows = []
-    for t, times, overlap, (_, c) in zip(ms, taken, overlaps, made):
+    for t, times, hidden, (_, c) in zip(ms, taken, overlaps, made):
         devices = c.mesh.size
         efficiency = single[c.name] / (devices * t) if c.name in single else None
         rows.append(
@@ -137,7 +137,7 @@ def main() -> None:
                 "efficiency": efficiency and round(efficiency, 4),
                 "collectives": {k: n for k, (n, _) in c.moves.items()},
                 "mb_per_device": round(sum(b for _, b in c.moves.values()) / 1e6, 2),
-                **overlap,
+                **hidden,
                 "compile_s": round(c.compile_s, 1),
                 "samples": len(times),
                 "chain": args.chain,

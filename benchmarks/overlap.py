@@ -1,4 +1,4 @@
-"""What communication costs a step: how long it takes, and how long nothing else runs."""
+"""What communication costs a step: how long it takes, and how long nothing hides it."""
 
 import pathlib
 import tempfile

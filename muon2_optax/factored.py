@@ -1,5 +1,7 @@
 """The second moment in factored form: one number per row and one per column."""
 
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +12,12 @@ import optax
 from muon2_optax import dtypes, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
+from muon2_optax.placement import Shardings
 from muon2_optax.rules import MatrixRules
+
+# Rows that are averaged first, and the averages then: a reduction across memory, whose
+# two stages give a GPU enough to do at once. In one stage XLA would store all squares.
+GROUP = 32
 
 
 class FactorizedSecondMomentState(NamedTuple):
@@ -35,6 +42,7 @@ def factorized_second_moment(
     bias_correction: bool = False,
     mu_dtype: Any = None,
     rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
 ) -> optax.GradientTransformation:
     """As ``scale_by_second_moment``, with V factored into rows and columns.
 
@@ -53,6 +61,8 @@ def factorized_second_moment(
       b1, b2, eps, nesterov, bias_correction, mu_dtype: as in
         ``scale_by_second_moment``.
       rules: which axes form the matrices; None: ``MatrixRules()``.
+      shardings: where the parameters live, as in ``newton_schulz_orthogonalize``. Only
+        the speed depends on it.
 
     Returns:
       The transform, with state ``FactorizedSecondMomentState``.
@@ -72,7 +82,7 @@ def factorized_second_moment(
                 # Statistics of zeros rather than zeros: on a mesh they come out with
                 # the reduced sharding that every later update gives them.
                 empty = placement.zeros_like(p, moments.second_dtype(p))
-                return _statistics(empty, require_matrix(rules, name, p))[which]
+                return _statistics(empty, require_matrix(rules, name, p), {})[which]
 
             return trees.map_named(leaf, params)
 
@@ -95,7 +105,12 @@ def factorized_second_moment(
         ) -> tuple[jax.Array, ...]:
             axes = require_matrix(rules, name, g)
             m, numerator = moments.momentum_step(g, mu, b1, nesterov)
-            new_row, new_col = _statistics(moments.square(g), axes)
+            square = moments.square(g)
+            local = {
+                d: placement.local_size(name, g, d, shardings)
+                for d in axes.ins + axes.outs
+            }
+            new_row, new_col = _statistics(square, axes, local)
             r = moments.average(row, new_row, b2)
             c = moments.average(col, new_col, b2)
             root = jnp.sqrt(nu_scale) * root_of_outer(r, c, axes)
@@ -115,15 +130,32 @@ def factorized_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _statistics(square: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
-    """Means over the output axes (per block) and over the input axes."""
-    # Divided before it is summed: a sum of large squares would overflow.
-    col = jnp.sum(square / axes.fan_in, axis=axes.ins)
+def _statistics(
+    square: jax.Array, axes: ResolvedAxes, local: Mapping[int, int | None]
+) -> tuple[jax.Array, jax.Array]:
+    """Means over the output axes (per block) and over the input axes.
+
+    ``local``: sizes of dimensions on each device, as far as they are known.
+    """
+    col = _mean(square, axes.ins, local)
     if len(axes.splits) == 1:
-        return jnp.sum(square / axes.splits[0], axis=axes.outs), col
+        return _mean(square, axes.outs, local), col
     parts = jnp.split(square, np.cumsum(axes.splits)[:-1], axis=axes.outs[0])
-    rows = [jnp.sum(p / n, axis=axes.outs) for p, n in zip(parts, axes.splits)]
-    return jnp.stack(rows, axis=-1), col
+    return jnp.stack([_mean(p, axes.outs, {}) for p in parts], axis=-1), col
+
+
+def _mean(
+    x: jax.Array, dims: tuple[int, ...], local: Mapping[int, int | None]
+) -> jax.Array:
+    """Mean over these dimensions; of groups of rows first where that is possible."""
+    # Divided before it is summed: a sum of large squares would overflow.
+    first, count = dims[0], math.prod(x.shape[d] for d in dims)
+    group = math.gcd(local.get(first) or 1, GROUP)
+    if len(dims) > 1 or first == x.ndim - 1 or group < GROUP // 4:
+        return jnp.sum(x / count, axis=dims)
+    groups = count // group
+    split = x.reshape(*x.shape[:first], groups, group, *x.shape[first + 1 :])
+    return jnp.sum(jnp.sum(split / group, axis=first + 1) / groups, axis=first)
 
 
 def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:

@@ -21,6 +21,9 @@ from muon2_optax.stacks import in_lots, rows_major, totals
 COLUMNS = 64
 # Gram matrices are kept times this, out of the range where float16 loses bits.
 GRAIN = 512.0
+# Leaves of a lot: XLA joins no more than about as many (96 operands, up to three for
+# each) in the pass that narrows them, and stores what is left over once more.
+JOINED = 32
 # For sides that larger tiles do not divide, or make too few of.
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
@@ -36,6 +39,9 @@ def run(
     """Normalizes and iterates the matrices of all stacks, ``size`` at a time."""
     m, n = sorted(matrices[0].shape[-2:])
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
+    count = sum(map(len, flat))
+    lots = max(-(-count // size), -(-len(flat) // JOINED))
+    size = -(-count // lots)
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 

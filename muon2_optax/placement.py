@@ -125,6 +125,20 @@ def on_one_device(x: Any, shardings: Shardings | None) -> bool:
     return known is not None and known.size == 1
 
 
+def local_size(name: str, x: Any, dim: int, shardings: Shardings | None) -> int | None:
+    """The size of a dimension on each device, if that dimension may be reshaped there.
+
+    None where tracing does not know it, and where an Explicit axis divides it.
+    """
+    place, mesh = placement(name, x, shardings), _typed_mesh(x)
+    types = () if mesh is None else mesh.axis_types
+    if place is None:
+        local = AxisType.Manual in types or on_one_device(x, shardings)
+        return x.shape[dim] if local or jax.device_count() == 1 else None
+    parts = math.prod(place.mesh.shape[a] for a in place.dims[dim])
+    return None if AxisType.Explicit in types and parts > 1 else x.shape[dim] // parts
+
+
 def _typed_mesh(x: Any) -> Any:
     """The mesh that the type of a leaf names, if any."""
     sharding = jax.typeof(x).sharding

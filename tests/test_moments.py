@@ -195,6 +195,28 @@ def test_second_moment_of_bfloat16_gradients_keeps_moving():
     np.testing.assert_allclose(state.nu_col["w"], want, rtol=1e-3)
 
 
+@pytest.mark.parametrize("shape", [(64, 24), (80, 33), (3, 96, 40), (36, 40)])
+def test_statistics_in_two_stages_are_the_same_means(shape):
+    """Groups of 32, 16 and 32 rows; 36 rows are not cut into groups of 4."""
+    rules = m2.MatrixRules((("w", m2.MatrixAxes(-2, -1)),))
+    g = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    # Known to be whole: only then are rows reshaped.
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    known = m2.Shardings.of({"w": jax.device_put(g, spec)})
+    tx = m2.factorized_second_moment(b2=0.75, rules=rules, shardings=known)
+    jaxpr = str(jax.make_jaxpr(lambda g: _run(tx, g[None])[1].nu_col)(g))
+    assert ("reshape" in jaxpr) == (shape != (36, 40))
+    _, state = _run(tx, [g])
+    square = np.square(g.astype(np.float64)) / 4
+    # Float32 sums of up to 96 numbers.
+    np.testing.assert_allclose(state.nu_col["w"], square.mean(-2), rtol=1e-5)
+    np.testing.assert_allclose(state.nu_row["w"], square.mean(-1), rtol=1e-5)
+    # Squares whose sum would leave the range.
+    _, state = _run(tx, [np.full(shape, 5e18, np.float32)])
+    np.testing.assert_allclose(state.nu_col["w"], 2.5e37 / 4, rtol=1e-5)
+
+
 def test_nu_dtype():
     grads = _gradients((5, 7), dtype=np.float32)
     low, state = _run(m2.scale_by_second_moment(nu_dtype="bfloat16"), grads)

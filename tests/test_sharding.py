@@ -401,6 +401,29 @@ def test_statistics_have_the_reduced_sharding(kind):
     assert state.mu["w"].sharding.spec == P("a", "b")
 
 
+@KINDS
+@pytest.mark.parametrize(
+    "spec", [P("x", None), P(None, "x"), P("x", "y"), P()], ids=str
+)
+def test_statistics_of_long_sides_take_one_sum_over_devices(spec, kind):
+    """Rows are averaged in groups inside each device's share, or not at all."""
+    mesh = mesh_of((4, 2), ("x", "y"), kind)
+    grads = draw({"w": (256, 128), "v": (192, 256)})
+    sharded = place(grads, mesh, {"w": spec, "v": spec})
+    tx = m2.factorized_second_moment(shardings=known(sharded, kind))
+    plain = m2.factorized_second_moment()
+    want, _ = plain.update(grads, plain.init(grads))
+    state = tx.init(sharded)
+    step = jax.jit(tx.update).lower(sharded, state).compile()
+    moved = collectives(step)
+    # Statistics of the sides that are summed over devices, and their means.
+    assert set(moved) == ({"all-reduce"} if spec != P() else set()), moved
+    assert sum(b for _, b in moved.values()) <= 4 * (256 + 192 + 128 + 256 + 4)
+    got, _ = step(sharded, state)
+    for k, w in want.items():
+        np.testing.assert_allclose(got[k], w, rtol=1e-5)
+
+
 def test_the_user_s_own_shard_map_sees_local_matrices():
     mesh = mesh_of((8,), ("x",), AUTO)
     tx = m2.newton_schulz_orthogonalize(3, rules=STACKS)

@@ -68,6 +68,7 @@ def muon2_f(
             bias_correction=bias_correction,
             mu_dtype=mu_dtype,
             rules=rules,
+            shardings=shardings,
         ),
         newton_schulz_orthogonalize(
             ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
