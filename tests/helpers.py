@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 # Arguments that shapes depend on, which optax.inject_hyperparams must not trace.
 STATIC = {"dion": ("rank_fraction", "seed"), "teon": ("group_size",)}
+DTYPES = ("float32", "bfloat16", "float16")
 # What some methods are not made for.
 RANDOM_START = {"dion"}
 JOINS_A_STACK = {"teon"}
@@ -157,3 +159,24 @@ def assert_close(got: Any, want: Any, rtol: float = F32) -> None:
 def assert_finite(tree: Any) -> None:
     for path, x in leaves(tree):
         assert np.all(np.isfinite(wide(x))), f"{path} is not finite"
+
+
+def cast(tree, dtype):
+    if dtype != "mixed":
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
+    flat, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(x.astype(d) for x, d in zip(flat, itertools.cycle(DTYPES)))
+
+
+def scaled(tree, factor):
+    return jax.tree.map(lambda x: factor * x, tree)
+
+
+def zeros_like(tree):
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def transposed(tree, keys=MATRICES):
+    """The tree with the matrices under ``keys`` stored as (fan_out, fan_in)."""
+    flip = functools.partial(jax.tree.map, lambda x: jnp.swapaxes(x, -1, -2))
+    return {k: flip(v) if k in keys else v for k, v in tree.items()}
