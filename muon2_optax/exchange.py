@@ -28,8 +28,8 @@ from muon2_optax.stacks import in_lots, take
 # Bytes of whole matrices, in the dtype of the iteration, that a device takes at once:
 # what bounds the memory of a step. While one lot is iterated the next one travels.
 LOT = 420e6
-# Leaves of a lot, if every device gets a matrix: XLA for GPUs joins no more than about
-# as many (96 operands, of which each takes two) in the pass that narrows them.
+# Leaves of a lot that travel in float16, as on GPUs, if every device gets a matrix: XLA
+# joins no more than about as many (96 operands, two for each) in the pass that narrows.
 JOINED = 40
 
 
@@ -119,7 +119,8 @@ class _Group:
         devices = size(self.mesh, self.kind.axes)
         share = -(-count // devices)
         matrix = math.prod(self.kind.local) * devices * self.dtype.itemsize
-        least = max(math.ceil(share * matrix / LOT), -(-len(pieces) // JOINED))
+        joined = len(pieces) if factors is None else JOINED
+        least = max(math.ceil(share * matrix / LOT), -(-len(pieces) // joined))
         lots = min(share, least)
         step = -(-share // lots) * devices
 

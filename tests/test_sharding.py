@@ -283,11 +283,17 @@ def test_lots_that_bound_the_memory_move_two_by_two(kind, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "count, stacked, lots",
-    [(40, False, 1), (96, False, 3), (96, True, 1), (8, False, 1)],
+    "count, stacked, dtype, lots",
+    [
+        (40, False, "float16", 1),
+        (96, False, "float16", 3),
+        (96, True, "float16", 1),
+        (8, False, "float16", 1),
+        (96, False, "bfloat16", 1),
+    ],
 )
-def test_lots_of_as_many_leaves_as_one_pass_joins(count, stacked, lots):
-    """Cut only where every device keeps matrices in every lot."""
+def test_lots_of_as_many_leaves_as_one_pass_joins(count, stacked, dtype, lots):
+    """Cut for GPUs only, and where every device keeps matrices in every lot."""
     mesh = mesh_of((8,), ("x",), AxisType.Explicit)
     sharding = NamedSharding(mesh, P("x"))
     leaf = jax.ShapeDtypeStruct((32, 48), jnp.float32, sharding=sharding)
@@ -296,7 +302,7 @@ def test_lots_of_as_many_leaves_as_one_pass_joins(count, stacked, lots):
         sharding = NamedSharding(mesh, P(None, "x"))
         shape = (count, 32, 48)
         tree = {"stack": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)}
-    tx = m2.newton_schulz_orthogonalize(1, rules=STACKS)
+    tx = m2.newton_schulz_orthogonalize(1, rules=STACKS, ns_dtype=dtype)
     compiled = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0]).lower(tree)
     found = {k: n for k, (n, _) in collectives(compiled.compile()).items()}
     assert found == {"all-to-all": 2 * lots}
