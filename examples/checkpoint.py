@@ -17,8 +17,9 @@ from orbax.checkpoint import v1 as ocp
 
 from examples import optim
 from examples.config import CHECKPOINT_FOLDER, Config
+from examples.files import WriteFailed
 from examples.flags import UserError
-from examples.folder import WriteFailed, stored_config, stored_settings
+from examples.folder import stored_config, stored_settings
 from examples.mesh import make_mesh
 from examples.state import TrainState, abstract_params, make_model
 

@@ -3,12 +3,12 @@
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples.config import CHECKPOINT_FOLDER, METRICS_FILE, SETTINGS_FILE, Config
+from examples.files import WriteFailed, write_atomically
 from examples.flags import UserError, check
 
 LOCK_FILE = "lock"
@@ -20,28 +20,6 @@ _FREE = frozenset(
     "eval_tokens compile_cache tensorboard wandb out data remat attention "
     "save_every save_minutes keep resume".split()
 )
-
-
-class WriteFailed(UserError):
-    """A file could not be written, the disk being full, say; exit code 1."""
-
-    def __init__(self, path: Path, error: OSError):
-        super().__init__(f"{path} could not be written: {error.strerror or error}")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file: whoever reads it finds the old text or the new one."""
-    beside = path.with_name(path.name + ".new")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise WriteFailed(path, error) from None
 
 
 def holds_run(folder: Path) -> bool:
@@ -215,4 +193,4 @@ def store_settings(
         "text": text_digest,
         "tokens": tokens_digest,
     }
-    write_atomically(path, json.dumps(content, indent=2) + "\n")
+    write_atomically(path, [(json.dumps(content, indent=2) + "\n").encode()])

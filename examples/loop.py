@@ -14,8 +14,8 @@ from examples import checkpoint, hardware, optim, step
 from examples import state as states
 from examples.clock import Clock
 from examples.data.prefetch import Prefetch
+from examples.files import WriteFailed
 from examples.flags import UserError
-from examples.folder import WriteFailed
 from examples.models import flops_per_token
 from examples.report import Report, Result, perplexity
 from examples.setup import Setup, evaluate, place

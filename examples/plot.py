@@ -18,8 +18,8 @@ matplotlib.use("Agg")  # no display is needed, or touched
 from matplotlib import pyplot as plt  # noqa: E402
 
 from examples.config import METRICS_FILE  # noqa: E402
+from examples.files import WriteFailed  # noqa: E402
 from examples.flags import UserError, failed  # noqa: E402
-from examples.folder import WriteFailed  # noqa: E402
 from examples.records import read_metrics  # noqa: E402
 
 SWEEP_FILE = "sweep.json"

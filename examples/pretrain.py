@@ -21,14 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return failed("pretrain", error)
     # Imported late: a bad option is reported without waiting for JAX.
-    from examples import checkpoint, folder, loop, runs, signals
+    from examples import checkpoint, files, loop, runs, signals
 
     try:
         runs.run(config)
     except (
         loop.TrainingStopped,
         checkpoint.CheckpointFailed,
-        folder.WriteFailed,
+        files.WriteFailed,
     ) as error:
         return failed("pretrain", error, 1)
     except UserError as error:

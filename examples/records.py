@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from examples.files import WriteFailed, write_atomically
 from examples.flags import UserError
-from examples.folder import WriteFailed, write_atomically
 
 Record = dict[str, Any]
 _CURVE = ("optimizer", "step", "tokens", "seconds", "loss")
@@ -87,7 +87,7 @@ class RecordFile:
         records = [record for record in found if keep(record)]
         if len(records) < len(found):
             text = "".join(json.dumps(record) + "\n" for record in records)
-            write_atomically(self._path, text)
+            write_atomically(self._path, [text.encode()])
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
         return records

@@ -14,9 +14,9 @@ from examples import hardware, optim, plot
 from examples.checkpoint import Store
 from examples.config import CHECKPOINT_FOLDER, METRICS_FILE, Config
 from examples.data import loader
+from examples.files import WriteFailed
 from examples.flags import UserError
 from examples.folder import (
-    WriteFailed,
     accepted_changes,
     claim_folder,
     locked,

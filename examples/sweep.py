@@ -17,8 +17,9 @@ from typing import Any
 
 from examples import config as configs
 from examples.config import METRICS_FILE
+from examples.files import write_atomically
 from examples.flags import UserError, check, failed
-from examples.folder import check_unchanged, holds_run, stored_config, write_atomically
+from examples.folder import check_unchanged, holds_run, stored_config
 from examples.records import read_metrics
 
 SWEEP_FILE = "sweep.json"
@@ -186,7 +187,7 @@ def sweep(grid: Mapping[str, Sequence[str]], out: Path, common: Sequence[str]) -
             raise UserError(f"{name}: its options are at fault, see above")
         summary = summarize(grid, out, codes)
         text = json.dumps(summary, indent=2) + "\n"
-        write_atomically(out / SWEEP_FILE, text)
+        write_atomically(out / SWEEP_FILE, [text.encode()])
     show(summarize(grid, out, codes))
     print(f"summary: {out / SWEEP_FILE}")
     print(f"plot: {plot.plot_sweep(summarize(grid, out, codes), out / 'sweep.png')}")

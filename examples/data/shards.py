@@ -7,10 +7,8 @@ a folder without it is not complete. Shards end where a document ends.
 """
 
 import bisect
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,38 +19,12 @@ import numpy as np
 
 from examples.data import tokens as tok
 from examples.data.entries import Shard, entry, shard_entries
+from examples.files import write_atomically
 from examples.flags import UserError
 
 INDEX = "index.json"
 PROGRESS = "progress.json"  # there while a preparation is not finished
 FORMAT = "token shards, version 1"
-
-
-def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
-    """Write buffers to `path` by way of a temporary file; returns their SHA-256.
-
-    The file appears under its name only when all of it is on the disk.
-    """
-    sha = hashlib.sha256()
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            for piece in pieces:
-                sha.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself
-    finally:
-        os.close(folder)
-    return sha.hexdigest()
 
 
 def write_shard(

@@ -16,8 +16,9 @@ import pytest
 from examples import checkpoint, plot, step
 from examples.config import parse
 from examples.data import loader
+from examples.files import WriteFailed
 from examples.flags import UserError
-from examples.folder import WriteFailed, locked
+from examples.folder import locked
 from examples.pretrain import main
 from examples.records import RecordFile, read_metrics
 

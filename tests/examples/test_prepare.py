@@ -139,9 +139,9 @@ def test_no_room_on_the_disk(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     code, said = run("--data", text, "--out", tmp_path / "out", *SMALL)
-    assert code == 2 and "cannot be written (No space left on device)" in said
+    assert code == 2 and "could not be written: No space left on device" in said
     assert not list((tmp_path / "out").glob("*.tmp"))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from examples import config, pretrain, sample
+from examples.files import WriteFailed, write_atomically
 from examples.flags import UserError
-from examples.folder import WriteFailed, claim_folder, locked, write_atomically
+from examples.folder import claim_folder, locked
 from examples.records import RecordFile, read_metrics
 
 TRAIN = {"kind": "train", "optimizer": "muon2", "step": 1, "tokens": 8, "seconds": 0.1}
@@ -95,7 +96,7 @@ def test_replacing_a_file_fails_in_one_line(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(WriteFailed, match=r"config\.json .*No space"):
-        write_atomically(path, "new")
+        write_atomically(path, [b"new"])
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
