@@ -134,7 +134,8 @@ def local_size(name: str, x: Any, dim: int, shardings: Shardings | None) -> int 
     types = () if mesh is None else mesh.axis_types
     if place is None:
         local = AxisType.Manual in types or on_one_device(x, shardings)
-        return x.shape[dim] if local or jax.device_count() == 1 else None
+        alone = mesh is None and jax.device_count() == 1
+        return x.shape[dim] if local or alone else None
     parts = math.prod(place.mesh.shape[a] for a in place.dims[dim])
     return None if AxisType.Explicit in types and parts > 1 else x.shape[dim] // parts
 
