@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -127,19 +127,35 @@ class ResolvedAxes:
             x = jnp.transpose(x, tuple(np.argsort(order).tolist()))
         return x
 
-    def per_matrix(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-        """``reduce(x, axis=..., keepdims=True)`` over each matrix, to multiply x by."""
-        over = self.ins + self.outs
-        if len(self.splits) == 1:
-            return reduce(x, axis=over, keepdims=True)
-        axis = self.outs[0]
-        parts = jnp.split(x, np.cumsum(self.splits)[:-1], axis=axis)
-        values = [reduce(p, axis=over, keepdims=True) for p in parts]
-        return jnp.concatenate(
-            [jnp.repeat(v, n, axis=axis) for v, n in zip(values, self.splits)], axis
-        )
+    def sums(self, x: jax.Array, axis: tuple[int, ...]) -> list[jax.Array]:
+        """Sums along these axes, which hold the outputs, one for each block.
 
-    def per_output(self, values: list[float]) -> float | np.ndarray:
+        Blocks are masked rather than cut out: on a mesh that divides the outputs, cut
+        ones would move.
+        """
+        if len(self.splits) == 1:
+            return [jnp.sum(x, axis=axis, keepdims=True)]
+        return [
+            jnp.sum(jnp.where(mask, x, 0), axis=axis, keepdims=True)
+            for mask in self._masks()
+        ]
+
+    def by_block(self, values: list[jax.Array]) -> jax.Array:
+        """One value per block, each of size 1 along the outputs, to multiply x by."""
+        whole = values[0]
+        if len(values) > 1:
+            for mask, value in zip(self._masks()[1:], values[1:]):
+                whole = jnp.where(mask, value, whole)
+        return whole
+
+    def _masks(self) -> list[np.ndarray]:
+        """Per block, which outputs are its own, shaped like the parameter."""
+        shape = [1] * len(self.shape)
+        shape[self.outs[0]] = -1
+        owner = np.repeat(np.arange(len(self.splits)), self.splits).reshape(shape)
+        return [owner == block for block in range(len(self.splits))]
+
+    def per_output(self, values: Sequence[float]) -> float | np.ndarray:
         """One number per block, shaped to multiply the parameter elementwise."""
         if len(values) == 1:
             return values[0]

@@ -168,7 +168,8 @@ class _Group:
             x = values.astype(jnp.float32) * factors.reshape(-1, share, *ones)
         else:
             x = parcels.values(got, self.dtype)
-            x = x.astype(dtypes.compute_dtype(self.dtype))
+            wide = dtypes.compute_dtype(self.dtype)
+            x = x.astype(jnp.promote_types(wide, x.dtype))
             x = x.reshape(-1, share, *self.kind.local)
         done = self.here([parcels.assembled(x, self.kind, self.mesh)])[0]
         return parcels.divided(done, self.kind, self.mesh)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from muon2_optax import dtypes, moments, placement, trees
@@ -74,7 +73,7 @@ def factorized_second_moment(
       Shazeer and Stern 2018, "Adafactor", for the factored form.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    rules = rules_or_default(rules)
+    rules, shardings = rules_or_default(rules), placement.checked(shardings)
 
     def init_fn(params: optax.Params) -> FactorizedSecondMomentState:
         def statistic(which: int) -> Any:
@@ -140,8 +139,9 @@ def _statistics(
     col = _mean(square, axes.ins, local)
     if len(axes.splits) == 1:
         return _mean(square, axes.outs, local), col
-    parts = jnp.split(square, np.cumsum(axes.splits)[:-1], axis=axes.outs[0])
-    return jnp.stack([_mean(p, axes.outs, {}) for p in parts], axis=-1), col
+    sizes = jnp.asarray(axes.per_output(axes.splits), square.dtype)
+    rows = axes.sums(square / sizes, axes.outs)
+    return jnp.stack([jnp.squeeze(r, axes.outs) for r in rows], axis=-1), col
 
 
 def _mean(
@@ -163,16 +163,14 @@ def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Arr
 
     The product of r and c would leave the range long before its root does.
     """
-    if len(axes.splits) == 1:
-        r = jnp.expand_dims(row, axes.outs)
-    else:
-        r = jnp.repeat(
-            jnp.moveaxis(row, -1, axes.outs[0]),
-            np.asarray(axes.splits),
-            axis=axes.outs[0],
-            total_repeat_length=sum(axes.splits),
-        )
-    # Divided before it is summed, as everywhere here.
-    mean = jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True)
-    share = r / jnp.maximum(mean, jnp.finfo(row.dtype).tiny)
-    return jnp.sqrt(share) * jnp.sqrt(jnp.expand_dims(col, axes.ins))
+
+    def root_of_share(r: jax.Array) -> jax.Array:
+        r = jnp.expand_dims(r, axes.outs)
+        # Divided before it is summed, as everywhere here.
+        mean = jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True)
+        return jnp.sqrt(r / jnp.maximum(mean, jnp.finfo(row.dtype).tiny))
+
+    blocks = len(axes.splits)
+    rows = [row] if blocks == 1 else [row[..., k] for k in range(blocks)]
+    shares = axes.by_block([root_of_share(r) for r in rows])
+    return shares * jnp.sqrt(jnp.expand_dims(col, axes.ins))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import dtypes, layout, moments, trees
+from muon2_optax import dtypes, layout, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.iteration import adjoint, product
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
@@ -84,7 +84,11 @@ def scale_by_low_rank_orthonormal(
             batch = [axes.shape[a] for a in axes.batch]
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
             dtype = dtypes.compute_dtype(p.dtype)
-            return jax.random.normal(key, (*batch, side, rank), dtype)
+            q = jax.random.normal(key, (*batch, side, rank), dtype)
+            # Inside jax.shard_map an array that depends on no parameter is the same on
+            # all devices, and could not stand where updates differ.
+            none = placement.zeros_like(p, dtype)
+            return q + jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
 
         return LowRankState(
             moments.zeros_like(params, mu_dtype), trees.map_named(leaf, params)

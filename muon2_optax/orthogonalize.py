@@ -8,7 +8,7 @@ import optax
 
 from muon2_optax import coefficients, layout, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.placement import Shardings
+from muon2_optax.placement import Shardings, checked
 from muon2_optax.rules import MatrixRules
 
 
@@ -48,7 +48,7 @@ def newton_schulz_orthogonalize(
     >>> bool(jnp.allclose(updates["w"], jnp.eye(2), atol=0.32))
     True
     """
-    rules = rules_or_default(rules)
+    rules, shardings = rules_or_default(rules), checked(shardings)
     plan = coefficients.resolve(ns_coeffs, ns_steps)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:

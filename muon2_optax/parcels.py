@@ -117,8 +117,12 @@ def narrowed(
     float16 does not reach as far as the values do before they are normalized, so each
     piece is divided by its root mean square, which also says what its matrix's norm is.
     Other dtypes need no factors: None. Neither do leaves of several blocks: those are
-    matrices of their own, whose sizes can differ by any factor, and go out in float32.
+    matrices of their own, whose sizes can differ by any factor, and go out in float32;
+    nor float64 leaves, which stay as they are.
     """
+    if xs[0].dtype == jnp.float64 and dtype != jnp.float64:
+        # They are normalized first, where they arrive: few have float32's range.
+        return list(xs), None
     if dtype != jnp.float16:
         return [x.astype(dtype) for x in xs], None
     wide = [x.astype(jnp.float32) for x in xs]

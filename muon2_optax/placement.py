@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ class Shardings:
 
     Attributes:
       mesh: the mesh of all sharded leaves.
-      specs: ``((path, PartitionSpec), ...)``; a path that is missing is replicated.
+      specs: ``((path, PartitionSpec), ...)`` of all leaves.
     """
 
     mesh: Mesh | AbstractMesh
@@ -50,9 +49,10 @@ class Shardings:
         for name, leaf in trees.named_leaves(params):
             sharding = leaf if isinstance(leaf, NamedSharding) else None
             sharding = getattr(leaf, "sharding", sharding)
-            if isinstance(sharding, NamedSharding):
+            named = isinstance(sharding, NamedSharding)
+            specs.append((name, sharding.spec if named else PartitionSpec()))
+            if named:
                 meshes.setdefault(sharding.mesh, name)
-                specs.append((name, sharding.spec))
         clashes = [n for n, spec in specs if dict(specs)[n] != spec]
         if clashes:
             raise ValueError(
@@ -71,6 +71,45 @@ class Shardings:
             )
         return cls(next(iter(meshes)), tuple(specs))
 
+    def spec(self, name: str) -> PartitionSpec:
+        """The spec of a leaf.
+
+        Raises:
+          ValueError: there is no such leaf.
+        """
+        for known, spec in self.specs:
+            if known == name:
+                return spec
+        known = ", ".join(repr(n) for n, _ in self.specs[:3])
+        raise ValueError(
+            f"the Shardings do not know {name!r}, only {known}"
+            f"{', ...' if len(self.specs) > 3 else ''}; read them from the parameters "
+            "that the optimizer gets, in the same containers"
+        )
+
+    @property
+    def auto_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh with Auto axes, the only ones for which the optimizer asks it."""
+        mesh, types = self.mesh, (AxisType.Auto,) * len(self.mesh.axis_names)
+        if mesh.axis_types == types:
+            return mesh
+        if isinstance(mesh, Mesh):
+            return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+
+
+def checked(shardings: Any) -> Shardings | None:
+    """What an optimizer was given as ``shardings``.
+
+    Raises:
+      TypeError: it is neither Shardings nor None.
+    """
+    if shardings is not None and not isinstance(shardings, Shardings):
+        raise TypeError(
+            f"shardings must be Shardings.of(params) or None, got {type(shardings)}"
+        )
+    return shardings
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -87,9 +126,7 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
     Not known are leaves on Auto axes without ``shardings``. Inside ``jax.shard_map``
     what a leaf shows is local, and whole as far as the optimizer is concerned.
     """
-    if shardings is not None and not isinstance(shardings, Shardings):
-        raise TypeError(f"shardings must be Shardings.of(...), got {type(shardings)}")
-    mesh, sharding = _typed_mesh(x), jax.typeof(x).sharding
+    mesh, sharding = typed_mesh(x), jax.typeof(x).sharding
     types = () if mesh is None else mesh.axis_types
     if AxisType.Manual in types:
         return None
@@ -98,7 +135,7 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
         if not isinstance(x, jax.core.Tracer):
             mesh = x.sharding.mesh
     elif shardings is not None:
-        mesh, spec = shardings.mesh, dict(shardings.specs).get(name, PartitionSpec())
+        mesh, spec = shardings.auto_mesh, shardings.spec(name)
     else:
         return None
     if mesh.size == 1:
@@ -118,7 +155,7 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
 
 def on_one_device(x: Any, shardings: Shardings | None) -> bool:
     """Whether a leaf is known to live on one device, whatever else the machine has."""
-    mesh = _typed_mesh(x)
+    mesh = typed_mesh(x)
     if mesh is not None and AxisType.Manual in mesh.axis_types:
         return False
     known = mesh or (shardings.mesh if shardings is not None else None)
@@ -130,17 +167,18 @@ def local_size(name: str, x: Any, dim: int, shardings: Shardings | None) -> int 
 
     None where tracing does not know it, and where an Explicit axis divides it.
     """
-    place, mesh = placement(name, x, shardings), _typed_mesh(x)
+    place, mesh = placement(name, x, shardings), typed_mesh(x)
     types = () if mesh is None else mesh.axis_types
     if place is None:
-        local = AxisType.Manual in types or on_one_device(x, shardings)
+        manual = bool(types) and all(t == AxisType.Manual for t in types)
+        local = manual or on_one_device(x, shardings)
         alone = mesh is None and jax.device_count() == 1
         return x.shape[dim] if local or alone else None
     parts = math.prod(place.mesh.shape[a] for a in place.dims[dim])
     return None if AxisType.Explicit in types and parts > 1 else x.shape[dim] // parts
 
 
-def _typed_mesh(x: Any) -> Any:
+def typed_mesh(x: Any) -> Any:
     """The mesh that the type of a leaf names, if any."""
     sharding = jax.typeof(x).sharding
     named = isinstance(sharding, NamedSharding) and not sharding.mesh.empty
@@ -158,70 +196,3 @@ def zeros_like(p: Any, dtype: Any) -> jax.Array:
         return jnp.zeros(p.shape, dtype or p.dtype, device=sharding)
     # A dtype of its own keeps weakly typed parameters from making a weak state.
     return jnp.zeros_like(p, dtype or jnp.result_type(p))
-
-
-def settled(
-    init: Callable[[Any], Any], params: Any, shardings: Shardings | None
-) -> Any:
-    """``init(params)`` with every leaf of the state where the updates will keep it.
-
-    Zeros do not depend on the parameters: under ``jax.jit`` on Auto axes all of a state
-    would be made on the first device. Outside, only counters are on no mesh; a jitted
-    step returns them on the parameters', and would compile again for its own result.
-    """
-    state = init(params)
-    leaves = jax.tree.leaves(params)
-    if all(map(_concrete, leaves)):
-        meshes = [x.sharding.mesh for x in leaves if _named(x.sharding)]
-        return _beside(meshes[0], state) if meshes else state
-    if not all(isinstance(x, jax.core.Tracer) for x in leaves):
-        return state
-    current = jax.sharding.get_abstract_mesh().axis_types + tuple(
-        t for x in leaves if (m := _typed_mesh(x)) is not None for t in m.axis_types
-    )
-    if shardings is None or any(t != AxisType.Auto for t in current):
-        return state
-    mesh, specs = shardings.mesh, dict(shardings.specs)
-    # On Explicit axes the same transform says by itself how its state is divided.
-    typed = AbstractMesh(
-        mesh.axis_sizes,
-        mesh.axis_names,
-        axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
-    )
-    names = [n for n, x in trees.named_leaves(params) if not trees.is_empty(x)]
-    shapes = [
-        jax.ShapeDtypeStruct(
-            x.shape,
-            x.dtype,
-            sharding=NamedSharding(typed, specs.get(n, PartitionSpec())),
-        )
-        for n, x in zip(names, leaves, strict=True)
-    ]
-    with jax.sharding.use_abstract_mesh(typed):
-        abstract = jax.eval_shape(init, jax.tree.structure(params).unflatten(shapes))
-
-    def place(x: Any, like: Any) -> Any:
-        spec = like.sharding.spec if _named(like.sharding) else PartitionSpec()
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, state, abstract)
-
-
-def _beside(mesh: Any, state: Any) -> Any:
-    """The state, with what lives on no mesh replicated on this one."""
-    replicated = NamedSharding(mesh, PartitionSpec())
-
-    def place(x: Any) -> Any:
-        if not _concrete(x) or _named(x.sharding):
-            return x
-        return jax.device_put(x, replicated)
-
-    return jax.tree.map(place, state)
-
-
-def _named(sharding: Any) -> bool:
-    return isinstance(sharding, NamedSharding)
-
-
-def _concrete(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

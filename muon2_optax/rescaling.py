@@ -181,7 +181,8 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _norm(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    return jnp.sqrt(axes.per_matrix(jnp.sum, moments.square(x)))
+    over = axes.ins + axes.outs
+    return jnp.sqrt(axes.by_block(axes.sums(moments.square(x), over)))
 
 
 def _positive(x: jax.Array) -> jax.Array:

@@ -12,13 +12,11 @@ import pytest
 from hlo import collectives, flops, loops
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import AUTO, EXPLICIT, KINDS, draw, known, mesh_of, place
 from reference import keller, relative_error
 
 import muon2_optax as m2
 from muon2_optax import exchange
-
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-KINDS = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 RULES = m2.MatrixRules(
     (
@@ -28,28 +26,6 @@ RULES = m2.MatrixRules(
         ("fused", m2.MatrixAxes(0, 1, (16, 16, 32))),
     )
 )
-
-
-def mesh_of(shape, names, kind):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-
-
-def place(tree, mesh, specs):
-    return {
-        k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in tree.items()
-    }
-
-
-def draw(shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()
-    }
-
-
-def known(sharded, kind):
-    """Explicit types need no argument, Auto ones the object that reads them."""
-    return None if kind == EXPLICIT else m2.Shardings.of(sharded)
 
 
 def many(n, name, shape, spec):

@@ -1,0 +1,34 @@
+"""Trees on meshes of the eight devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import muon2_optax as m2
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+KINDS = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+
+
+def mesh_of(shape, names, kind):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def place(tree, mesh, specs):
+    return {
+        k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in tree.items()
+    }
+
+
+def draw(shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()
+    }
+
+
+def known(sharded, kind):
+    """Explicit types need no argument, Auto ones the object that reads them."""
+    return None if kind == EXPLICIT else m2.Shardings.of(sharded)
