@@ -126,10 +126,9 @@ def test_scan_inside_the_user_s_own_shard_map(name):
 
     x = draw({"w": (32, 8)})["w"]
     mesh = mesh_of((8,), ("x",), AUTO)
-    both = functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x")
-    )
-    got = jax.jit(both(two))(x)
+    rows = P("x")
+    local = jax.shard_map(two, mesh=mesh, in_specs=rows, out_specs=rows)
+    got = jax.jit(local)(x)
     np.testing.assert_allclose(got[:4], jax.jit(two)(x[:4]), atol=1e-5)
 
 
