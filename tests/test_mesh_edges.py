@@ -88,8 +88,8 @@ def test_shardings_of_a_wrong_type_are_refused_at_once(build):
 
 
 @KINDS
-@pytest.mark.parametrize("ns_dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("scale", [1.0, 1e-50, 1e50])
+@pytest.mark.parametrize("ns_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("scale", [1e-50, 1e50])
 def test_float64_leaves_are_normalized_before_they_are_narrowed(scale, ns_dtype, kind):
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -104,8 +104,8 @@ def test_float64_leaves_are_normalized_before_they_are_narrowed(scale, ns_dtype,
         )
         grads = jax.tree.map(lambda x: x * scale, sharded)
         got, _ = jax.jit(tx.update)(grads, tx.init(grads))
-        # Three steps in the coarser of the dtypes.
-        atol = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}[ns_dtype]
+        # Three steps in that dtype.
+        atol = {"float32": 1e-5, "float16": 2e-2}[ns_dtype]
         for k in want:
             np.testing.assert_allclose(got[k], want[k], atol=atol)
 
@@ -153,9 +153,10 @@ def test_shardings_of_an_explicit_mesh_serve_auto_axes():
     explicit = mesh_of((8,), ("x",), EXPLICIT)
     grads = draw({"w": (16, 32), "v": (16, 32)})
     sharded = place(grads, explicit, dict.fromkeys(grads, P("x")))
-    tx = m2.muon2(0.1, shardings=m2.Shardings.of(sharded))
+    tx = m2.muon(0.1, ns_steps=1, shardings=m2.Shardings.of(sharded))
     state = tx.init(sharded)
-    want, _ = tx.update(grads, m2.muon2(0.1).init(grads), grads)
+    plain = m2.muon(0.1, ns_steps=1)
+    want, _ = jax.jit(plain.update)(grads, plain.init(grads), grads)
     out = jax.tree.map(lambda x: x.sharding, (sharded, state))
     with jax.set_mesh(explicit):
         step = jax.jit(jax.sharding.auto_axes(tx.update, out_sharding=out))

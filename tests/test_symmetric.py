@@ -206,6 +206,7 @@ def test_every_number_of_steps(shape, steps, emulated):
     assert relative_error(got, reference.keller(x, steps)) < (3e-3, 2e-2)[steps > 3]
 
 
+@pytest.mark.slow
 def test_chunks_stacks_and_tall_members(emulated):
     shapes = [(64, 160), (3, 64, 160), (160, 64), (2, 2, 160, 64), (64, 160)]
     xs = [_stack(s, i, np.float64) for i, s in enumerate(shapes)]

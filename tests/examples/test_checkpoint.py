@@ -162,6 +162,7 @@ def test_other_text_is_refused(
     assert "the text differs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_last_checkpoint(
     finished: Path, argv: list[str], tmp_path: Path
 ) -> None:

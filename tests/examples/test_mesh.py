@@ -108,9 +108,9 @@ def loss_and_grads(graphdef: Any, params: Any, tokens_BxM: jax.Array) -> Any:
 @pytest.mark.parametrize(
     ("model", "axes"),
     [
-        ("llama_tiny", "fsdp=4,tensor=2"),
         ("gpt_tiny", "data=2,fsdp=2,tensor=2"),
-        ("moe_tiny", "fsdp=4,expert=2"),
+        pytest.param("llama_tiny", "fsdp=4,tensor=2", marks=pytest.mark.slow),
+        pytest.param("moe_tiny", "fsdp=4,expert=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_computes_what_one_device_does(

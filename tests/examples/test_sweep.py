@@ -10,6 +10,7 @@ from examples import plot, sweep
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.slow
 def test_a_sweep_and_its_continuation(
     text_path: Path,
     tiny: list[str],
