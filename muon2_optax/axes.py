@@ -150,10 +150,9 @@ class ResolvedAxes:
 
     def _masks(self) -> list[np.ndarray]:
         """Per block, which outputs are its own, shaped like the parameter."""
-        shape = [1] * len(self.shape)
-        shape[self.outs[0]] = -1
-        owner = np.repeat(np.arange(len(self.splits)), self.splits).reshape(shape)
-        return [owner == block for block in range(len(self.splits))]
+        blocks = range(len(self.splits))
+        owner = np.asarray(self.per_output(blocks))
+        return [owner == block for block in blocks]
 
     def per_output(self, values: Sequence[float]) -> float | np.ndarray:
         """One number per block, shaped to multiply the parameter elementwise."""

@@ -1,7 +1,6 @@
 """The second moment in factored form: one number per row and one per column."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +80,8 @@ def factorized_second_moment(
                 # Statistics of zeros rather than zeros: on a mesh they come out with
                 # the reduced sharding that every later update gives them.
                 empty = placement.zeros_like(p, moments.second_dtype(p))
-                return _statistics(empty, require_matrix(rules, name, p), {})[which]
+                axes, unknown = require_matrix(rules, name, p), (None,) * p.ndim
+                return _statistics(empty, axes, unknown)[which]
 
             return trees.map_named(leaf, params)
 
@@ -105,10 +105,7 @@ def factorized_second_moment(
             axes = require_matrix(rules, name, g)
             m, numerator = moments.momentum_step(g, mu, b1, nesterov)
             square = moments.square(g)
-            local = {
-                d: placement.local_size(name, g, d, shardings)
-                for d in axes.ins + axes.outs
-            }
+            local = placement.local_shape(name, g, shardings)
             new_row, new_col = _statistics(square, axes, local)
             r = moments.average(row, new_row, b2)
             c = moments.average(col, new_col, b2)
@@ -130,11 +127,11 @@ def factorized_second_moment(
 
 
 def _statistics(
-    square: jax.Array, axes: ResolvedAxes, local: Mapping[int, int | None]
+    square: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Means over the output axes (per block) and over the input axes.
 
-    ``local``: sizes of dimensions on each device, as far as they are known.
+    ``local``: the shape on each device, as far as it is known.
     """
     col = _mean(square, axes.ins, local)
     if len(axes.splits) == 1:
@@ -145,12 +142,12 @@ def _statistics(
 
 
 def _mean(
-    x: jax.Array, dims: tuple[int, ...], local: Mapping[int, int | None]
+    x: jax.Array, dims: tuple[int, ...], local: tuple[int | None, ...]
 ) -> jax.Array:
     """Mean over these dimensions; of groups of rows first where that is possible."""
     # Divided before it is summed: a sum of large squares would overflow.
     first, count = dims[0], math.prod(x.shape[d] for d in dims)
-    group = math.gcd(local.get(first) or 1, GROUP)
+    group = math.gcd(local[first] or 1, GROUP)
     if len(dims) > 1 or first == x.ndim - 1 or group < GROUP // 4:
         return jnp.sum(x / count, axis=dims)
     groups = count // group

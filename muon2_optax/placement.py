@@ -162,8 +162,10 @@ def on_one_device(x: Any, shardings: Shardings | None) -> bool:
     return known is not None and known.size == 1
 
 
-def local_size(name: str, x: Any, dim: int, shardings: Shardings | None) -> int | None:
-    """The size of a dimension on each device, if that dimension may be reshaped there.
+def local_shape(
+    name: str, x: Any, shardings: Shardings | None
+) -> tuple[int | None, ...]:
+    """The sizes of the dimensions on each device, where they may be reshaped there.
 
     None where tracing does not know it, and where an Explicit axis divides it.
     """
@@ -173,9 +175,12 @@ def local_size(name: str, x: Any, dim: int, shardings: Shardings | None) -> int 
         manual = bool(types) and all(t == AxisType.Manual for t in types)
         local = manual or on_one_device(x, shardings)
         alone = mesh is None and jax.device_count() == 1
-        return x.shape[dim] if local or alone else None
-    parts = math.prod(place.mesh.shape[a] for a in place.dims[dim])
-    return None if AxisType.Explicit in types and parts > 1 else x.shape[dim] // parts
+        return x.shape if local or alone else (None,) * x.ndim
+    parts = [math.prod(place.mesh.shape[a] for a in axes) for axes in place.dims]
+    return tuple(
+        None if AxisType.Explicit in types and p > 1 else n // p
+        for n, p in zip(x.shape, parts)
+    )
 
 
 def typed_mesh(x: Any) -> Any:

@@ -17,9 +17,7 @@ def mesh_of(shape, names, kind):
 
 
 def place(tree, mesh, specs):
-    return {
-        k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in tree.items()
-    }
+    return jax.device_put(tree, jax.tree.map(lambda p: NamedSharding(mesh, p), specs))
 
 
 def draw(shapes, seed=0):

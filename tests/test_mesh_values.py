@@ -25,6 +25,7 @@ from helpers import (
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, place
 
 import muon2_optax as m2
 
@@ -48,11 +49,7 @@ TOGETHER = {
 
 
 def mesh(kind):
-    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
-
-
-def place(tree, where, specs):
-    return jax.device_put(tree, jax.tree.map(lambda p: NamedSharding(where, p), specs))
+    return mesh_of((2, 4), ("x", "y"), kind)
 
 
 def typeof(tree):

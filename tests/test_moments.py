@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 import reference
+from jax.sharding import PartitionSpec
+from meshes import AUTO, mesh_of, place
 from reference import relative_error
 
 import muon2_optax as m2
@@ -201,9 +203,8 @@ def test_statistics_in_two_stages_are_the_same_means(shape):
     rules = m2.MatrixRules((("w", m2.MatrixAxes(-2, -1)),))
     g = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     # Known to be whole: only then are rows reshaped.
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    known = m2.Shardings.of({"w": jax.device_put(g, spec)})
+    mesh = mesh_of((1,), ("x",), AUTO)
+    known = m2.Shardings.of(place({"w": g}, mesh, {"w": PartitionSpec()}))
     tx = m2.factorized_second_moment(b2=0.75, rules=rules, shardings=known)
     jaxpr = str(jax.make_jaxpr(lambda g: _run(tx, g[None])[1].nu_col)(g))
     assert ("reshape" in jaxpr) == (shape != (36, 40))

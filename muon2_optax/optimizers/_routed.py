@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_second_moment
-from muon2_optax.placement import Shardings, checked
+from muon2_optax.placement import Shardings
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 from muon2_optax.states import settled
 
@@ -31,7 +31,6 @@ def routed(
     promotes those of lower precision than the parameters, and ``optax.MultiSteps`` and
     ``optax.apply_if_finite`` need both branches of their ``cond`` to agree.
     """
-    shardings = checked(shardings)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     adam = optax.chain(
