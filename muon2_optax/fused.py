@@ -6,6 +6,7 @@ schedule's leading coefficients a, which leaves X <- X + P X for each run of ste
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,9 @@ GRAIN = 512.0
 # Leaves of a lot: XLA joins no more than about as many (96 operands, up to three for
 # each) in the pass that narrows them, and stores what is left over once more.
 JOINED = 32
+# Leaves that are joined before they are narrowed: from 11 on, XLA would write one
+# element per thread, at a third of the bandwidth.
+TOGETHER = 8
 # For sides that larger tiles do not divide, or make too few of.
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
@@ -47,16 +51,17 @@ def run(
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         ready, start = [], first
-        for y in members:
+        for y in joined(members):
             part, tall = slice(start, start + len(y)), y.shape[1] != m
             start += len(y)
             for f in factors:
                 y = y.astype(f.dtype) * f[part, None, None]
             y = rows_major(y.astype(dtype))
-            # Columns of zeros change nothing.
-            wide = [(0, 0), (0, 0), (0, -n % COLUMNS)]
-            ready.append(jnp.pad(y.mT if tall else y, wide))
-        outputs = iterate(jnp.concatenate(ready), chunks, interpret)[..., :n]
+            ready.append(y.mT if tall else y)
+        x = jnp.concatenate(ready)
+        # Columns of zeros change nothing.
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, -n % COLUMNS)])
+        outputs = iterate(x, chunks, interpret)[..., :n]
         done, start = [], 0
         for y in members:
             o = outputs[start : start + len(y)]
@@ -66,6 +71,16 @@ def run(
 
     results = in_lots(lot, flat, size)
     return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
+
+
+def joined(members: Sequence[jax.Array]) -> list[jax.Array]:
+    """Members that follow each other and have one shape and dtype, a few in one."""
+    done: list[jax.Array] = []
+    for _, alike in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
+        some = list(alike)
+        for i in range(0, len(some), TOGETHER):
+            done.append(jnp.concatenate(some[i : i + TOGETHER]))
+    return done
 
 
 def run_pieces(
