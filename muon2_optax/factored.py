@@ -15,7 +15,7 @@ from muon2_optax.rules import MatrixRules
 
 # Rows that are averaged first, and the averages then: a reduction across memory, whose
 # two stages give a GPU enough to do at once. In one stage XLA would store all squares.
-GROUP = 32
+GROUP = 16
 
 
 class FactorizedSecondMomentState(NamedTuple):

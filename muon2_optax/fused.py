@@ -51,17 +51,18 @@ def run(
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         ready, start = [], first
-        for y in joined(members):
+        # Columns of zeros change nothing.
+        zeros = (0, -n % COLUMNS)
+        for y in joined(members, m):
             part, tall = slice(start, start + len(y)), y.shape[1] != m
             start += len(y)
             for f in factors:
                 y = y.astype(f.dtype) * f[part, None, None]
             y = rows_major(y.astype(dtype))
+            # Before it is turned: so the result is where it belongs.
+            y = jnp.pad(y, [(0, 0), zeros, (0, 0)] if tall else [(0, 0), (0, 0), zeros])
             ready.append(y.mT if tall else y)
-        x = jnp.concatenate(ready)
-        # Columns of zeros change nothing.
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, -n % COLUMNS)])
-        outputs = iterate(x, chunks, interpret)[..., :n]
+        outputs = iterate(jnp.concatenate(ready), chunks, interpret)[..., :n]
         done, start = [], 0
         for y in members:
             o = outputs[start : start + len(y)]
@@ -73,13 +74,15 @@ def run(
     return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
 
 
-def joined(members: Sequence[jax.Array]) -> list[jax.Array]:
-    """Members that follow each other and have one shape and dtype, a few in one."""
+def joined(members: Sequence[jax.Array], m: int) -> list[jax.Array]:
+    """Members that follow each other and have one shape and dtype, some in one."""
     done: list[jax.Array] = []
-    for _, alike in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
+    for (shape, _), alike in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
         some = list(alike)
-        for i in range(0, len(some), TOGETHER):
-            done.append(jnp.concatenate(some[i : i + TOGETHER]))
+        # What is turned is written by other code, which takes any number.
+        size = len(some) if shape[0] != m else -(-len(some) // -(-len(some) // TOGETHER))
+        for i in range(0, len(some), size):
+            done.append(jnp.concatenate(some[i : i + size]))
     return done
 
 
