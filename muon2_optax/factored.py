@@ -1,5 +1,6 @@
 """The second moment in factored form: one number per row and one per column."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, moments, placement, trees
+from muon2_optax import dtypes, hopper, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.placement import Shardings
@@ -81,7 +82,7 @@ def factorized_second_moment(
                 # the reduced sharding that every later update gives them.
                 empty = placement.zeros_like(p, moments.second_dtype(p))
                 axes, unknown = require_matrix(rules, name, p), (None,) * p.ndim
-                return _statistics(empty, axes, unknown)[which]
+                return _means(empty, axes, unknown)[which]
 
             return trees.map_named(leaf, params)
 
@@ -104,9 +105,9 @@ def factorized_second_moment(
         ) -> tuple[jax.Array, ...]:
             axes = require_matrix(rules, name, g)
             m, numerator = moments.momentum_step(g, mu, b1, nesterov)
-            square = moments.square(g)
             local = placement.local_shape(name, g, shardings)
-            new_row, new_col = _statistics(square, axes, local)
+            kernel = placement.undivided(g, shardings) and hopper.takes_sums(g, axes)
+            new_row, new_col = _statistics(g, axes, local, kernel)
             r = moments.average(row, new_row, b2)
             c = moments.average(col, new_col, b2)
             root = jnp.sqrt(nu_scale) * root_of_outer(r, c, axes)
@@ -126,13 +127,44 @@ def factorized_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _statistics(
-    square: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...]
+    g: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...], kernel: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Means over the output axes (per block) and over the input axes.
+    """Means of |g|^2 over the output axes (per block) and over the input axes.
 
-    ``local``: the shape on each device, as far as it is known.
+    Args:
+      local: the shape on each device, as far as it is known.
+      kernel: whether a GPU may take the kernel for both at once.
     """
+    plain = functools.partial(_means, axes=axes, local=local)
+    if not kernel:
+        return plain(g)
+    fused = functools.partial(_fused_means, axes=axes)
+    return jax.lax.platform_dependent(g, cuda=fused, default=plain)
+
+
+def _fused_means(g: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
+    """The same, of matrices in the last two axes."""
+    from muon2_optax import sums
+
+    *batch, m, n = g.shape
+    top, largest = float(jnp.finfo(jnp.float32).max) / 4, max(m, n)
+
+    def mean(parts: jax.Array, count: int) -> jax.Array:
+        # Held below overflow, as single squares are on the other path.
+        total = jnp.minimum(jnp.sum(parts, axis=1) * (largest / count), top)
+        return total.reshape(*batch, -1)
+
+    rows, columns = sums.of_squares(g.reshape(-1, m, n))
+    pair = mean(rows, n), mean(columns, m)
+    return pair if axes.ins == (g.ndim - 2,) else pair[::-1]
+
+
+def _means(
+    g: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...]
+) -> tuple[jax.Array, jax.Array]:
+    square = moments.square(g)
     col = _mean(square, axes.ins, local)
     if len(axes.splits) == 1:
         return _mean(square, axes.outs, local), col
@@ -148,7 +180,7 @@ def _mean(
     # Divided before it is summed: a sum of large squares would overflow.
     first, count = dims[0], math.prod(x.shape[d] for d in dims)
     group = math.gcd(local[first] or 1, GROUP)
-    if len(dims) > 1 or first == x.ndim - 1 or group < GROUP // 4:
+    if len(dims) > 1 or first == x.ndim - 1 or group < GROUP // 2:
         return jnp.sum(x / count, axis=dims)
     groups = count // group
     split = x.reshape(*x.shape[:first], groups, group, *x.shape[first + 1 :])
@@ -161,13 +193,11 @@ def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Arr
     The product of r and c would leave the range long before its root does.
     """
 
-    def root_of_share(r: jax.Array) -> jax.Array:
-        r = jnp.expand_dims(r, axes.outs)
-        # Divided before it is summed, as everywhere here.
-        mean = jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True)
-        return jnp.sqrt(r / jnp.maximum(mean, jnp.finfo(row.dtype).tiny))
-
     blocks = len(axes.splits)
     rows = [row] if blocks == 1 else [row[..., k] for k in range(blocks)]
-    shares = axes.by_block([root_of_share(r) for r in rows])
-    return shares * jnp.sqrt(jnp.expand_dims(col, axes.ins))
+    rows = [jnp.expand_dims(r, axes.outs) for r in rows]
+    # Divided before it is summed, as everywhere here.
+    means = [jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True) for r in rows]
+    mean = jnp.maximum(axes.by_block(means), jnp.finfo(row.dtype).tiny)
+    share = jnp.expand_dims(col, axes.ins) / mean
+    return axes.by_block([jnp.sqrt(r) for r in rows]) * jnp.sqrt(share)

@@ -77,10 +77,14 @@ def run(
 def joined(members: Sequence[jax.Array], m: int) -> list[jax.Array]:
     """Members that follow each other and have one shape and dtype, some in one."""
     done: list[jax.Array] = []
-    for (shape, _), alike in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
+    for (shape, _), alike in itertools.groupby(
+        members, lambda y: (y.shape[1:], y.dtype)
+    ):
         some = list(alike)
         # What is turned is written by other code, which takes any number.
-        size = len(some) if shape[0] != m else -(-len(some) // -(-len(some) // TOGETHER))
+        size = (
+            len(some) if shape[0] != m else -(-len(some) // -(-len(some) // TOGETHER))
+        )
         for i in range(0, len(some), size):
             done.append(jnp.concatenate(some[i : i + size]))
     return done

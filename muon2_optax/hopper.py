@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from muon2_optax import fused
+from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import Frobenius, Plan
 
 # Bytes of a chunk's 16-bit matrices: what bounds the memory of a step.
 CHUNK = 420e6
 # Largest product of leading coefficients that the input may be multiplied by.
 LARGEST = 8192.0
+# Entries of a matrix from which on its sums of squares have a kernel.
+SUMS = 2**20
 
 _forced: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
     "forced", default=None
@@ -117,6 +120,21 @@ def chunk_size(
     chunks = -(-count // most)
     divisors = [c for c in range(chunks, 2 * chunks) if count % c == 0]
     return -(-count // (divisors[0] if divisors else chunks))
+
+
+def takes_sums(g: Any, axes: ResolvedAxes) -> bool:
+    """Whether one pass over a leaf gives its sums of squares along both axes.
+
+    Of matrices in the last two axes, real and in one block, of rows that the kernel can
+    copy, and not so small that starting it costs more than a second pass.
+    """
+    last = {(g.ndim - 2,), (g.ndim - 1,)}
+    if not available() or {axes.ins, axes.outs} != last or len(axes.splits) > 1:
+        return False
+    if g.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return False
+    m, n = g.shape[-2:]
+    return m % 8 == 0 and n * g.dtype.itemsize % 128 == 0 and m * n >= SUMS
 
 
 def takes_pieces(

@@ -153,6 +153,19 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
     return Placement(mesh, spec, dims)
 
 
+def undivided(x: Any, shardings: Shardings | None) -> bool:
+    """Whether XLA leaves what is done to a leaf on one device.
+
+    So it is inside ``jax.shard_map``, on a machine of one device, and where the leaf is
+    known to live on one.
+    """
+    mesh = typed_mesh(x)
+    types = () if mesh is None else mesh.axis_types
+    manual = bool(types) and all(t == AxisType.Manual for t in types)
+    alone = mesh is None and jax.device_count() == 1
+    return manual or on_one_device(x, shardings) or alone
+
+
 def on_one_device(x: Any, shardings: Shardings | None) -> bool:
     """Whether a leaf is known to live on one device, whatever else the machine has."""
     mesh = typed_mesh(x)
@@ -172,10 +185,7 @@ def local_shape(
     place, mesh = placement(name, x, shardings), typed_mesh(x)
     types = () if mesh is None else mesh.axis_types
     if place is None:
-        manual = bool(types) and all(t == AxisType.Manual for t in types)
-        local = manual or on_one_device(x, shardings)
-        alone = mesh is None and jax.device_count() == 1
-        return x.shape if local or alone else (None,) * x.ndim
+        return x.shape if undivided(x, shardings) else (None,) * x.ndim
     parts = [math.prod(place.mesh.shape[a] for a in axes) for axes in place.dims]
     return tuple(
         None if AxisType.Explicit in types and p > 1 else n // p

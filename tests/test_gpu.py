@@ -106,3 +106,19 @@ def test_steps_equal_those_in_float32(name):
     half, full = run(), run(ns_dtype=jnp.float32)
     for key in params:
         assert relative_error(half[key], full[key]) < HALF, key
+
+
+@pytest.mark.parametrize(
+    "shape", [(2048, 5472), (5472, 2048), (3, 1048, 1088), (2, 1000, 1056)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_row_and_column_means(dtype, shape):
+    """Matrices that end inside a tile, too."""
+    rules = m2.MatrixRules((("w", m2.MatrixAxes(-2, -1)),))
+    tx = m2.factorized_second_moment(b2=0.0, rules=rules)
+    g = {"w": jnp.asarray(_normal(shape), dtype)}
+    state = jax.jit(lambda g: tx.update(g, tx.init(g))[1])(g)
+    square = np.square(np.asarray(g["w"], np.float64))
+    for got, axis in ((state.nu_row, -1), (state.nu_col, -2)):
+        # Sums of positive numbers in float32: a rounding per level of the reduction.
+        np.testing.assert_allclose(got["w"], square.mean(axis), rtol=1e-6)

@@ -199,7 +199,7 @@ def test_second_moment_of_bfloat16_gradients_keeps_moving():
 
 @pytest.mark.parametrize("shape", [(64, 24), (80, 33), (3, 96, 40), (36, 40)])
 def test_statistics_in_two_stages_are_the_same_means(shape):
-    """Groups of 32, 16 and 32 rows; 36 rows are not cut into groups of 4."""
+    """Groups of 16 rows; 36 rows are not cut into groups of 4."""
     rules = m2.MatrixRules((("w", m2.MatrixAxes(-2, -1)),))
     g = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     # Known to be whole: only then are rows reshaped.

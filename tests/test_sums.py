@@ -1,0 +1,133 @@
+"""Sums of squares along both axes in one pass: interpreted, and lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from meshes import AUTO, mesh_of
+
+import muon2_optax as m2
+from muon2_optax import factored, hopper
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11"
+)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernel where a program for CUDA has it, interpreted."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    from muon2_optax import sums
+
+    how = mosaic_gpu.InterpretGPUParams()
+    kernel = functools.partial(sums.of_squares, interpret=how)
+    monkeypatch.setattr(sums, "of_squares", kernel)
+    monkeypatch.setattr(hopper, "SUMS", 0)
+    return kernel
+
+
+def _normal(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def _moments(axes, **options):
+    """Known to be on one device, of which the tests have several."""
+    mesh = mesh_of((1,), ("x",), AUTO)
+    return m2.factorized_second_moment(
+        rules=m2.MatrixRules((("w", axes),)),
+        shardings=m2.Shardings(mesh, (("w", PartitionSpec()),)),
+        **options,
+    )
+
+
+def _close(got, want):
+    # Sums of positive numbers in float32: a rounding per level of the reduction.
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "shape", [(1, 256, 64), (2, 264, 192), (1, 8, 64), (1, 504, 320)], ids=str
+)
+def test_sums_of_squares(shape, dtype, interpreted):
+    """Whole tiles, and matrices that end inside one."""
+    x = jnp.asarray(_normal(shape), dtype)
+    rows, columns = interpreted(x)
+    want = np.square(np.asarray(x, np.float64)) / max(shape[1:])
+    _close(rows.sum(1), want.sum(2))
+    _close(columns.sum(1), want.sum(1))
+
+
+@pytest.fixture
+def as_for_cuda(interpreted, monkeypatch):
+    """The branch for CUDA, where tests run."""
+
+    def on_cuda(*args, cuda, default):
+        taken.append(cuda)
+        return cuda(*args)
+
+    taken: list = []
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_cuda)
+    with hopper.kernels(True):
+        yield
+    assert taken
+    factored._statistics.clear_cache()
+
+
+CASES = {
+    "rows are inputs": ((72, 64), m2.MatrixAxes(0, 1)),
+    "rows are outputs": ((64, 96), m2.MatrixAxes(1, 0)),
+    "stacked": ((2, 2, 64, 96), m2.MatrixAxes(-2, -1)),
+}
+
+
+@pytest.mark.parametrize("shape, axes", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("scale", [1.0, 1e-15, 1e15, 3e20])
+def test_statistics(scale, shape, axes, as_for_cuda):
+    tx = _moments(axes, b2=0.0)
+    g = _normal(shape) * np.float32(scale)
+    state = tx.update({"w": g}, tx.init({"w": g}))[1]
+    square = np.minimum(np.square(g, dtype=np.float64), 1e38)
+    resolved = axes.resolve(shape)
+    for got, over in ((state.nu_row, resolved.outs), (state.nu_col, resolved.ins)):
+        if scale > 1e19:
+            # Too large to square: held below overflow.
+            assert np.isfinite(got["w"]).all() and (got["w"] > 1e36).all()
+        else:
+            _close(got["w"], square.mean(axis=over))
+
+
+def test_bad_values_stay_in_their_matrix(as_for_cuda):
+    tx = _moments(m2.MatrixAxes(-2, -1))
+    g = _normal((3, 64, 96))
+    g[1, 5, 7] = np.nan
+    row = np.asarray(tx.update({"w": g}, tx.init({"w": g}))[1].nu_row["w"])
+    assert np.isnan(row[1, 5]) and np.isfinite(row[[0, 2]]).all()
+
+
+SERVED = {
+    "float32": ((1024, 1024), "float32", m2.MatrixAxes(0, 1), True),
+    "bfloat16": ((1024, 1088), "bfloat16", m2.MatrixAxes(1, 0), True),
+    "stacked": ((4, 1024, 1024), "float32", m2.MatrixAxes(-2, -1), True),
+    "small": ((512, 512), "float32", m2.MatrixAxes(0, 1), False),
+    "rows of 4 bytes too many": ((1024, 1025), "float32", m2.MatrixAxes(0, 1), False),
+    "heads": ((1024, 8, 128), "float32", m2.MatrixAxes(0, (1, 2)), False),
+    "fused": ((1024, 1536), "float32", m2.MatrixAxes(0, 1, (1024, 512)), False),
+}
+
+
+@pytest.mark.parametrize("shape, dtype, axes, served", SERVED.values(), ids=SERVED)
+def test_where_the_kernel_runs(shape, dtype, axes, served):
+    tx = _moments(axes)
+    params = {"w": jax.ShapeDtypeStruct(shape, dtype)}
+    state = jax.eval_shape(tx.init, params)
+    with hopper.kernels(True):
+        step = jax.jit(lambda g, s: tx.update(g, s)[1])
+        text = step.trace(params, state).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in text) == served
