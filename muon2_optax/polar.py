@@ -149,6 +149,7 @@ def _run_lot(
     )
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     """Divides each matrix by its norm, for magnitudes from 1e-38 to 1e38 in float32.
 
