@@ -23,7 +23,7 @@ from muon2_optax.coefficients import AOL, Plan
 from muon2_optax.iteration import runs
 from muon2_optax.parcels import Stored, size, stored
 from muon2_optax.placement import Axes, Placement
-from muon2_optax.stacks import in_lots, take
+from muon2_optax.stacks import in_lots
 
 # Bytes of whole matrices, in the dtype of the iteration, that a device takes at once:
 # what bounds the memory of a step. While one lot is iterated the next one travels.
@@ -138,15 +138,7 @@ class _Group:
         if factors is None:
             sent = _filled([parcels.bits(p) for p in pieces], devices * share)
         else:
-            rows = range(0, count, share)
-            parts = [
-                part
-                for low in rows
-                for part in parcels.packed(
-                    take(pieces, low, low + share), factors[low : low + share], share
-                )
-            ]
-            sent = _filled([jnp.concatenate(parts).reshape(len(rows), -1)], devices)
+            sent = parcels.packed(pieces, factors, share, devices)
         done = self._iterated(self._swap(sent), factors is not None, share)
         back = parcels.bits(done.astype(self.dtype))
         back = self._swap(back.reshape(-1, *back.shape[2:]))
@@ -200,7 +192,7 @@ class _Group:
         if factors is None:
             sent = parcels.bits(piece)
         else:
-            sent = jnp.concatenate(parcels.packed([piece], factors, 1))
+            sent = parcels.packed([piece], factors, 1, 1)[0]
         got = jax.lax.all_gather(sent, self.kind.axes)
         done = self._iterated(got, factors is not None, 1)
         index = jax.lax.axis_index(self.kind.axes)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from muon2_optax import symmetric
 from muon2_optax.coefficients import Frobenius, Plan
-from muon2_optax.stacks import in_lots, rows_major, totals
+from muon2_optax.stacks import in_lots, joined, rows_major, totals
 
 # The kernel's operand A B^T counts in columns of this many elements.
 COLUMNS = 64
@@ -25,9 +25,6 @@ GRAIN = 512.0
 # Leaves of a lot: XLA joins no more than about as many (96 operands, up to three for
 # each) in the pass that narrows them, and stores what is left over once more.
 JOINED = 32
-# Leaves that are joined before they are narrowed: from 11 on, XLA would write one
-# element per thread, at a third of the bandwidth.
-TOGETHER = 8
 # For sides that larger tiles do not divide, or make too few of.
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
@@ -53,7 +50,7 @@ def run(
         ready, start = [], first
         # Columns of zeros change nothing.
         zeros = (0, -n % COLUMNS)
-        for y in joined(members, m):
+        for y in _alike(members, m):
             part, tall = slice(start, start + len(y)), y.shape[1] != m
             start += len(y)
             for f in factors:
@@ -74,19 +71,13 @@ def run(
     return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
 
 
-def joined(members: Sequence[jax.Array], m: int) -> list[jax.Array]:
+def _alike(members: Sequence[jax.Array], m: int) -> list[jax.Array]:
     """Members that follow each other and have one shape and dtype, some in one."""
     done: list[jax.Array] = []
-    for (shape, _), alike in itertools.groupby(
-        members, lambda y: (y.shape[1:], y.dtype)
-    ):
-        some = list(alike)
+    for (shape, _), run in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
+        some = list(run)
         # What is turned is written by other code, which takes any number.
-        size = (
-            len(some) if shape[0] != m else -(-len(some) // -(-len(some) // TOGETHER))
-        )
-        for i in range(0, len(some), size):
-            done.append(jnp.concatenate(some[i : i + size]))
+        done += joined(some) if shape[0] == m else [jnp.concatenate(some)]
     return done
 
 

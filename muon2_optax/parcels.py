@@ -16,7 +16,7 @@ import numpy as np
 
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.placement import Axes, Placement
-from muon2_optax.stacks import rows_major, totals
+from muon2_optax.stacks import joined, rows_major, totals
 
 Side = tuple[tuple[int, Axes], ...]
 # 16-bit numbers after which values begin anew, where that is a small part of the whole:
@@ -155,18 +155,21 @@ def _row_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
 
 
 def packed(
-    pieces: Sequence[jax.Array], factors: jax.Array, share: int
-) -> list[jax.Array]:
-    """Flat parts: pieces and factors of ``share`` matrices, or of fewer and zeros."""
+    pieces: Sequence[jax.Array], factors: jax.Array, share: int, rows: int
+) -> jax.Array:
+    """(rows, width): in each row the pieces and then the factors of ``share`` matrices.
+
+    The last rows hold fewer, or none, and zeros.
+    """
     one = math.prod(pieces[0].shape[1:])
-    missing = share - len(factors)
-    ends = jax.lax.bitcast_convert_type(factors, jnp.uint16).reshape(-1)
+    missing = rows * share - len(factors)
+    values = [bits(x) for x in joined([p.reshape(-1) for p in pieces])]
+    if missing:
+        values.append(jnp.zeros(missing * one, jnp.uint16))
+    ends = jax.lax.bitcast_convert_type(jnp.pad(factors, (0, missing)), jnp.uint16)
     fill = -(2 * share) % ALIGNMENT if one * share >= 64 * ALIGNMENT else 0
-    return [
-        *(bits(p).reshape(-1) for p in pieces),
-        jnp.zeros(missing * one, jnp.uint16),
-        jnp.pad(ends, (0, 2 * missing + fill)),
-    ]
+    ends = jnp.pad(ends.reshape(rows, -1), ((0, 0), (0, fill)))
+    return jnp.concatenate([jnp.concatenate(values).reshape(rows, -1), ends], axis=1)
 
 
 def unpacked(
