@@ -76,7 +76,7 @@ def main() -> None:
         params = {k: jnp.zeros(s) for k, s in shapes.items()}
         chained, step = step_of(tx)
         taken = timing.of_step(
-            step, params, chained.init(params), grads, args.repeats, args.chain
+            step, params, chained.init(params), [grads], args.repeats, args.chain
         )
         ms = statistics.median(taken)
         row = {

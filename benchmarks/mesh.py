@@ -49,21 +49,24 @@ class Contender:
         self.compile_s = time.perf_counter() - start
         self.moves = collectives(self.step.as_text())
 
-    def operands(self) -> tuple[Any, Any, Any]:
-        """Parameters and state of zeros, and normal gradients."""
+    def operands(self) -> tuple[Any, Any, list[Any]]:
+        """Parameters and state of zeros, and normal gradients to take in turn."""
         rng = jax.jit(
             lambda key, shape: jax.random.normal(key, shape),
             static_argnums=1,
             out_shardings=self.sharding,
         )
-        keys = jax.random.split(jax.random.key(0), len(self.params))
-        grads = {k: rng(key, p.shape) for key, (k, p) in zip(keys, self.params.items())}
+
+        def draw(key: jax.Array) -> Any:
+            keys = jax.random.split(key, len(self.params))
+            named = zip(keys, self.params.items())
+            return {k: rng(key, p.shape) for key, (k, p) in named}
 
         def zeros(x: Any) -> jax.Array:
             return jnp.zeros(x.shape, x.dtype, device=x.sharding)
 
         params, state = jax.tree.map(zeros, (self.params, self.state))
-        return params, state, grads
+        return params, state, timing.gradients(draw)
 
 
 def mesh_of(name: str) -> Mesh:

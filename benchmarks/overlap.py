@@ -1,5 +1,6 @@
 """What communication costs a step: how long it takes, and how long nothing hides it."""
 
+import itertools
 import pathlib
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -62,20 +63,21 @@ def of_step(
     step: Any,
     params: Any,
     state: Any,
-    grads: Any,
+    grads: Sequence[Any],
     steps: int,
     keep: pathlib.Path | None = None,
 ) -> dict[str, float]:
     """The same for a donated jitted step (params, state, grads) -> params, state.
 
     Args:
+      grads: gradients that are taken in turn.
       keep: a folder for the profiler's trace, which is thrown away otherwise.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = keep or pathlib.Path(folder)
-        params, state = jax.block_until_ready(step(params, state, grads))
+        params, state = jax.block_until_ready(step(params, state, grads[0]))
         with jax.profiler.trace(trace):
-            for _ in range(steps):
-                params, state = step(params, state, grads)
+            for _, g in zip(range(steps), itertools.cycle(grads)):
+                params, state = step(params, state, g)
             jax.block_until_ready((params, state))
         return milliseconds(trace, steps)

@@ -24,4 +24,4 @@ def test_exposed_is_where_nothing_works(moving, working, want):
 def test_a_trace_without_a_gpu_says_nothing(tmp_path):
     step = jax.jit(lambda p, s, g: (p - g, s + 1))
     x = jnp.ones(3)
-    assert overlap.of_step(step, x, x, x, 2, tmp_path) == {}
+    assert overlap.of_step(step, x, x, [x], 2, tmp_path) == {}
