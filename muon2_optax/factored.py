@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from muon2_optax import dtypes, hopper, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
-from muon2_optax.placement import Shardings
+from muon2_optax.placement import Axes, Placement, Shardings
 from muon2_optax.rules import MatrixRules
 
 # Rows that are averaged first, and the averages then: a reduction across memory, whose
@@ -106,8 +107,10 @@ def factorized_second_moment(
             axes = require_matrix(rules, name, g)
             m, numerator = moments.momentum_step(g, mu, b1, nesterov)
             local = placement.local_shape(name, g, shardings)
-            kernel = placement.undivided(g, shardings) and hopper.takes_sums(g, axes)
-            new_row, new_col = _statistics(g, axes, local, kernel)
+            place = placement.placement(name, g, shardings)
+            whole = place is None and placement.undivided(g, shardings)
+            kernel = (whole or place is not None) and hopper.takes_sums(g, axes, place)
+            new_row, new_col = _statistics(g, axes, local, kernel, place)
             r = moments.average(row, new_row, b2)
             c = moments.average(col, new_col, b2)
             root = jnp.sqrt(nu_scale) * root_of_outer(r, c, axes)
@@ -127,37 +130,64 @@ def factorized_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _statistics(
-    g: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...], kernel: bool
+    g: jax.Array,
+    axes: ResolvedAxes,
+    local: tuple[int | None, ...],
+    kernel: bool,
+    place: Placement | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Means of |g|^2 over the output axes (per block) and over the input axes.
 
     Args:
       local: the shape on each device, as far as it is known.
       kernel: whether a GPU may take the kernel for both at once.
+      place: where the leaf is divided, if it is.
     """
     plain = functools.partial(_means, axes=axes, local=local)
     if not kernel:
         return plain(g)
-    fused = functools.partial(_fused_means, axes=axes)
+    fused = functools.partial(_fused_means, axes=axes, place=place)
     return jax.lax.platform_dependent(g, cuda=fused, default=plain)
 
 
-def _fused_means(g: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
-    """The same, of matrices in the last two axes."""
-    from muon2_optax import sums
+def _fused_means(
+    g: jax.Array, axes: ResolvedAxes, place: Placement | None
+) -> tuple[jax.Array, jax.Array]:
+    """The same, of matrices in the last two axes; on a mesh, each device its part."""
+    m, n = g.shape[-2:]
+    over_rows, over_columns = place.dims[-2:] if place else ((), ())
 
-    *batch, m, n = g.shape
-    top, largest = float(jnp.finfo(jnp.float32).max) / 4, max(m, n)
+    def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        from muon2_optax import sums
 
-    def mean(parts: jax.Array, count: int) -> jax.Array:
+        rows, columns = sums.of_squares(x.reshape(-1, *x.shape[-2:]))
+        largest = max(x.shape[-2:])
+        return (
+            mean(rows, largest / n, over_columns).reshape(x.shape[:-1]),
+            mean(columns, largest / m, over_rows).reshape(*x.shape[:-2], -1),
+        )
+
+    def mean(parts: jax.Array, scale: float, over: Axes) -> jax.Array:
+        total = jnp.sum(parts, axis=1) * scale
+        total = jax.lax.psum(total, over) if over else total
         # Held below overflow, as single squares are on the other path.
-        total = jnp.minimum(jnp.sum(parts, axis=1) * (largest / count), top)
-        return total.reshape(*batch, -1)
+        return jnp.minimum(total, float(jnp.finfo(jnp.float32).max) / 4)
 
-    rows, columns = sums.of_squares(g.reshape(-1, m, n))
-    pair = mean(rows, n), mean(columns, m)
+    if place is not None:
+        spec = tuple(place.spec) + (None,) * (g.ndim - len(place.spec))
+        part = jax.shard_map(
+            part,
+            mesh=place.mesh,
+            in_specs=PartitionSpec(*spec),
+            out_specs=(
+                PartitionSpec(*spec[:-1]),
+                PartitionSpec(*spec[:-2], spec[-1]),
+            ),
+            check_vma=False,
+        )
+    pair = part(g)
     return pair if axes.ins == (g.ndim - 2,) else pair[::-1]
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from muon2_optax import fused
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import Frobenius, Plan
+from muon2_optax.placement import Placement
 
 # Bytes of a chunk's 16-bit matrices: what bounds the memory of a step.
 CHUNK = 420e6
@@ -122,18 +123,19 @@ def chunk_size(
     return -(-count // (divisors[0] if divisors else chunks))
 
 
-def takes_sums(g: Any, axes: ResolvedAxes) -> bool:
+def takes_sums(g: Any, axes: ResolvedAxes, place: Placement | None) -> bool:
     """Whether one pass over a leaf gives its sums of squares along both axes.
 
     Of matrices in the last two axes, real and in one block, of rows that the kernel can
-    copy, and not so small that starting it costs more than a second pass.
+    copy, and not so small, on each device, that a second pass costs less than starting
+    it.
     """
     last = {(g.ndim - 2,), (g.ndim - 1,)}
     if not available() or {axes.ins, axes.outs} != last or len(axes.splits) > 1:
         return False
     if g.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return False
-    m, n = g.shape[-2:]
+    m, n = place.local(g.shape)[-2:] if place is not None else g.shape[-2:]
     return m % 8 == 0 and n * g.dtype.itemsize % 128 == 0 and m * n >= SUMS
 
 

@@ -119,6 +119,11 @@ class Placement:
     spec: PartitionSpec
     dims: tuple[Axes, ...]
 
+    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each device's part of a leaf."""
+        sizes = (math.prod(self.mesh.shape[a] for a in axes) for axes in self.dims)
+        return tuple(n // size for n, size in zip(shape, sizes))
+
 
 def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | None:
     """Where a leaf lives; None where it is whole on one device, or not known.
@@ -186,10 +191,9 @@ def local_shape(
     types = () if mesh is None else mesh.axis_types
     if place is None:
         return x.shape if undivided(x, shardings) else (None,) * x.ndim
-    parts = [math.prod(place.mesh.shape[a] for a in axes) for axes in place.dims]
     return tuple(
-        None if AxisType.Explicit in types and p > 1 else n // p
-        for n, p in zip(x.shape, parts)
+        None if AxisType.Explicit in types and axes else n
+        for n, axes in zip(place.local(x.shape), place.dims)
     )
 
 

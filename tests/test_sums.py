@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
-from meshes import AUTO, mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import AUTO, EXPLICIT, mesh_of, place
 
 import muon2_optax as m2
 from muon2_optax import factored, hopper
@@ -64,7 +64,7 @@ def test_sums_of_squares(shape, dtype, interpreted):
 
 
 @pytest.fixture
-def as_for_cuda(interpreted, monkeypatch):
+def as_for_cuda(monkeypatch):
     """The branch for CUDA, where tests run."""
 
     def on_cuda(*args, cuda, default):
@@ -89,7 +89,7 @@ CASES = {
 
 @pytest.mark.parametrize("shape, axes", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("scale", [1.0, 1e-15, 1e15, 3e20])
-def test_statistics(scale, shape, axes, as_for_cuda):
+def test_statistics(scale, shape, axes, interpreted, as_for_cuda):
     tx = _moments(axes, b2=0.0)
     g = _normal(shape) * np.float32(scale)
     state = tx.update({"w": g}, tx.init({"w": g}))[1]
@@ -103,12 +103,49 @@ def test_statistics(scale, shape, axes, as_for_cuda):
             _close(got["w"], square.mean(axis=over))
 
 
-def test_bad_values_stay_in_their_matrix(as_for_cuda):
+def test_bad_values_stay_in_their_matrix(interpreted, as_for_cuda):
     tx = _moments(m2.MatrixAxes(-2, -1))
     g = _normal((3, 64, 96))
     g[1, 5, 7] = np.nan
     row = np.asarray(tx.update({"w": g}, tx.init({"w": g}))[1].nu_row["w"])
     assert np.isnan(row[1, 5]) and np.isfinite(row[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "spec", [(None, "x"), ("x", None), ("x", "y"), (("y", "x"), None), ()], ids=str
+)
+def test_on_a_mesh(spec, name, types, as_for_cuda, monkeypatch):
+    """Each device sums its part, and the sums of all are added."""
+    from muon2_optax import sums
+
+    def of_squares(x):
+        square = jnp.square(x) / max(x.shape[1:])
+        return jnp.sum(square, 2)[:, None], jnp.sum(square, 1)[:, None]
+
+    monkeypatch.setattr(sums, "of_squares", of_squares)
+    monkeypatch.setattr(hopper, "SUMS", 0)
+    shape, axes = CASES[name]
+    # Parts of 32 columns and of 8 rows are the smallest that the kernel takes.
+    shape = (*shape[:-2], 64, 256)
+    spec = PartitionSpec(*(None,) * (len(shape) - 2), *spec)
+    mesh = mesh_of((4, 2), ("x", "y"), types)
+    g = place({"w": _normal(shape)}, mesh, {"w": spec})
+    known = m2.Shardings.of(g) if types == AUTO else None
+    tx = m2.factorized_second_moment(
+        b2=0.0, rules=m2.MatrixRules((("w", axes),)), shardings=known
+    )
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda g: tx.update(g, tx.init(g))[1])(g)
+    square = np.square(np.asarray(g["w"], np.float64))
+    resolved = axes.resolve(shape)
+    for got, over in ((state.nu_row, resolved.outs), (state.nu_col, resolved.ins)):
+        _close(got["w"], square.mean(axis=over))
+        (gone,) = over
+        kept = [e for i, e in enumerate((*spec, *(None,) * len(shape))) if i != gone]
+        want = NamedSharding(mesh, PartitionSpec(*kept[: len(shape) - 1]))
+        assert got["w"].sharding.is_equivalent_to(want, len(shape) - 1)
 
 
 SERVED = {
