@@ -47,14 +47,11 @@ def run(
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
-        ready, start = [], first
+        ready: list[jax.Array] = []
         # Columns of zeros change nothing.
         zeros = (0, -n % COLUMNS)
-        for y in _alike(members, m):
-            part, tall = slice(start, start + len(y)), y.shape[1] != m
-            start += len(y)
-            for f in factors:
-                y = y.astype(f.dtype) * f[part, None, None]
+        for y in _alike(_scaled(members, factors, first), m):
+            tall = y.shape[1] != m
             y = rows_major(y.astype(dtype))
             # Before it is turned: so the result is where it belongs.
             y = jnp.pad(y, [(0, 0), zeros, (0, 0)] if tall else [(0, 0), (0, 0), zeros])
@@ -69,6 +66,19 @@ def run(
 
     results = in_lots(lot, flat, size)
     return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
+
+
+def _scaled(
+    members: Sequence[jax.Array], factors: Sequence[jax.Array], first: int
+) -> list[jax.Array]:
+    """The members, ``first`` being the number of the first one, times their factors."""
+    done: list[jax.Array] = []
+    for y in members:
+        for f in factors:
+            y = y.astype(f.dtype) * f[first : first + len(y), None, None]
+        first += len(y)
+        done.append(y)
+    return done
 
 
 def _alike(members: Sequence[jax.Array], m: int) -> list[jax.Array]:
