@@ -46,16 +46,29 @@ def run(
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
+    def scaled(y: jax.Array, first: int) -> jax.Array:
+        for f in factors:
+            y = y.astype(f.dtype) * f[first : first + len(y), None, None]
+        return y
+
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         ready: list[jax.Array] = []
         # Columns of zeros change nothing.
         zeros = (0, -n % COLUMNS)
-        for y in _alike(_scaled(members, factors, first), m):
-            tall = y.shape[1] != m
-            y = rows_major(y.astype(dtype))
-            # Before it is turned: so the result is where it belongs.
-            y = jnp.pad(y, [(0, 0), zeros, (0, 0)] if tall else [(0, 0), (0, 0), zeros])
-            ready.append(y.mT if tall else y)
+        for some in _alike(members):
+            if some[0].shape[1] == m:
+                # One by one: slices of the factors are no operands of the pass.
+                starts = itertools.accumulate(map(len, some), initial=first)
+                for y in joined([scaled(y, i) for y, i in zip(some, starts)]):
+                    y = rows_major(y.astype(dtype))
+                    ready.append(jnp.pad(y, [(0, 0), (0, 0), zeros]))
+            else:
+                # All at once, as this pass takes any number. Padded before it is
+                # turned: so the result is where it belongs.
+                y = scaled(jnp.concatenate(some), first)
+                y = rows_major(y.astype(dtype))
+                ready.append(jnp.pad(y, [(0, 0), zeros, (0, 0)]).mT)
+            first += sum(map(len, some))
         outputs = iterate(jnp.concatenate(ready), chunks, interpret)[..., :n]
         done, start = [], 0
         for y in members:
@@ -68,27 +81,10 @@ def run(
     return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
 
 
-def _scaled(
-    members: Sequence[jax.Array], factors: Sequence[jax.Array], first: int
-) -> list[jax.Array]:
-    """The members, ``first`` being the number of the first one, times their factors."""
-    done: list[jax.Array] = []
-    for y in members:
-        for f in factors:
-            y = y.astype(f.dtype) * f[first : first + len(y), None, None]
-        first += len(y)
-        done.append(y)
-    return done
-
-
-def _alike(members: Sequence[jax.Array], m: int) -> list[jax.Array]:
-    """Members that follow each other and have one shape and dtype, some in one."""
-    done: list[jax.Array] = []
-    for (shape, _), run in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
-        some = list(run)
-        # What is turned is written by other code, which takes any number.
-        done += joined(some) if shape[0] == m else [jnp.concatenate(some)]
-    return done
+def _alike(members: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """Members in runs of one shape and dtype."""
+    runs = itertools.groupby(members, lambda y: (y.shape[1:], y.dtype))
+    return [list(run) for _, run in runs]
 
 
 def run_pieces(
