@@ -1,23 +1,16 @@
 """The second moment in factored form: one number per row and one per column."""
 
-import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
-from muon2_optax import dtypes, hopper, moments, placement, trees
+from muon2_optax import dtypes, means, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
-from muon2_optax.placement import Axes, Placement, Shardings
+from muon2_optax.placement import Shardings
 from muon2_optax.rules import MatrixRules
-
-# Rows that are averaged first, and the averages then: a reduction across memory, whose
-# two stages give a GPU enough to do at once. In one stage XLA would store all squares.
-GROUP = 16
 
 
 class FactorizedSecondMomentState(NamedTuple):
@@ -82,8 +75,7 @@ def factorized_second_moment(
                 # Statistics of zeros rather than zeros: on a mesh they come out with
                 # the reduced sharding that every later update gives them.
                 empty = placement.zeros_like(p, moments.second_dtype(p))
-                axes, unknown = require_matrix(rules, name, p), (None,) * p.ndim
-                return _means(empty, axes, unknown)[which]
+                return means.plain(empty, require_matrix(rules, name, p))[which]
 
             return trees.map_named(leaf, params)
 
@@ -106,11 +98,7 @@ def factorized_second_moment(
         ) -> tuple[jax.Array, ...]:
             axes = require_matrix(rules, name, g)
             m, numerator = moments.momentum_step(g, mu, b1, nesterov)
-            local = placement.local_shape(name, g, shardings)
-            place = placement.placement(name, g, shardings)
-            whole = place is None and placement.undivided(g, shardings)
-            kernel = (whole or place is not None) and hopper.takes_sums(g, axes, place)
-            new_row, new_col = _statistics(g, axes, local, kernel, place)
+            new_row, new_col = means.of_squares(name, g, axes, shardings)
             r = moments.average(row, new_row, b2)
             c = moments.average(col, new_col, b2)
             root = jnp.sqrt(nu_scale) * root_of_outer(r, c, axes)
@@ -128,93 +116,6 @@ def factorized_second_moment(
         return updates, FactorizedSecondMomentState(count, mu, row, col)
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _statistics(
-    g: jax.Array,
-    axes: ResolvedAxes,
-    local: tuple[int | None, ...],
-    kernel: bool,
-    place: Placement | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Means of |g|^2 over the output axes (per block) and over the input axes.
-
-    Args:
-      local: the shape on each device, as far as it is known.
-      kernel: whether a GPU may take the kernel for both at once.
-      place: where the leaf is divided, if it is.
-    """
-    plain = functools.partial(_means, axes=axes, local=local)
-    if not kernel:
-        return plain(g)
-    fused = functools.partial(_fused_means, axes=axes, place=place)
-    return jax.lax.platform_dependent(g, cuda=fused, default=plain)
-
-
-def _fused_means(
-    g: jax.Array, axes: ResolvedAxes, place: Placement | None
-) -> tuple[jax.Array, jax.Array]:
-    """The same, of matrices in the last two axes; on a mesh, each device its part."""
-    m, n = g.shape[-2:]
-    over_rows, over_columns = place.dims[-2:] if place else ((), ())
-
-    def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        from muon2_optax import sums
-
-        rows, columns = sums.of_squares(x.reshape(-1, *x.shape[-2:]))
-        largest = max(x.shape[-2:])
-        return (
-            mean(rows, largest / n, over_columns).reshape(x.shape[:-1]),
-            mean(columns, largest / m, over_rows).reshape(*x.shape[:-2], -1),
-        )
-
-    def mean(parts: jax.Array, scale: float, over: Axes) -> jax.Array:
-        total = jnp.sum(parts, axis=1) * scale
-        total = jax.lax.psum(total, over) if over else total
-        # Held below overflow, as single squares are on the other path.
-        return jnp.minimum(total, float(jnp.finfo(jnp.float32).max) / 4)
-
-    if place is not None:
-        spec = tuple(place.spec) + (None,) * (g.ndim - len(place.spec))
-        part = jax.shard_map(
-            part,
-            mesh=place.mesh,
-            in_specs=PartitionSpec(*spec),
-            out_specs=(
-                PartitionSpec(*spec[:-1]),
-                PartitionSpec(*spec[:-2], spec[-1]),
-            ),
-            check_vma=False,
-        )
-    pair = part(g)
-    return pair if axes.ins == (g.ndim - 2,) else pair[::-1]
-
-
-def _means(
-    g: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...]
-) -> tuple[jax.Array, jax.Array]:
-    square = moments.square(g)
-    col = _mean(square, axes.ins, local)
-    if len(axes.splits) == 1:
-        return _mean(square, axes.outs, local), col
-    sizes = jnp.asarray(axes.per_output(axes.splits), square.dtype)
-    rows = axes.sums(square / sizes, axes.outs)
-    return jnp.stack([jnp.squeeze(r, axes.outs) for r in rows], axis=-1), col
-
-
-def _mean(
-    x: jax.Array, dims: tuple[int, ...], local: tuple[int | None, ...]
-) -> jax.Array:
-    """Mean over these dimensions; of groups of rows first where that is possible."""
-    # Divided before it is summed: a sum of large squares would overflow.
-    first, count = dims[0], math.prod(x.shape[d] for d in dims)
-    group = math.gcd(local[first] or 1, GROUP)
-    if len(dims) > 1 or first == x.ndim - 1 or group < GROUP // 2:
-        return jnp.sum(x / count, axis=dims)
-    groups = count // group
-    split = x.reshape(*x.shape[:first], groups, group, *x.shape[first + 1 :])
-    return jnp.sum(jnp.sum(split / group, axis=first + 1) / groups, axis=first)
 
 
 def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:

@@ -109,8 +109,22 @@ def run_batch(
     count = sum(math.prod(x.shape[:-2]) for x in matrices)
     m, n = sorted(matrices[0].shape[-2:])
     size = hopper.chunk_size(count, (m, n), plan, dtype)
-    if size is not None:
-        return fused.run(matrices, plan, runs(plan, m, n, dtype), size, dtype)
+    stock = functools.partial(_run_stock, plan=plan, dtype=dtype)
+    if size is None:
+        return stock(*matrices)
+    steps = runs(plan, m, n, dtype)
+    fast = hopper.differentiable(
+        lambda *xs: fused.run(xs, plan, steps, size, dtype), stock
+    )
+    return fast(*matrices)
+
+
+def _run_stock(
+    *matrices: jax.Array, plan: Plan, dtype: jnp.dtype
+) -> tuple[jax.Array, ...]:
+    """On the products of XLA."""
+    count = sum(math.prod(x.shape[:-2]) for x in matrices)
+    m, n = matrices[0].shape[-2:]
     lots = math.ceil(count * m * n * dtype.itemsize / LOT)
     if lots <= 1:
         return _run_lot(matrices, plan, dtype)

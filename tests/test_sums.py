@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshes import AUTO, EXPLICIT, mesh_of, place
 
 import muon2_optax as m2
-from muon2_optax import factored, hopper
+from muon2_optax import hopper, means
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11"
@@ -77,7 +77,7 @@ def as_for_cuda(monkeypatch):
     with hopper.kernels(True):
         yield
     assert taken
-    factored._statistics.clear_cache()
+    means._of_squares.clear_cache()
 
 
 CASES = {
@@ -146,6 +146,27 @@ def test_on_a_mesh(spec, name, types, as_for_cuda, monkeypatch):
         kept = [e for i, e in enumerate((*spec, *(None,) * len(shape))) if i != gone]
         want = NamedSharding(mesh, PartitionSpec(*kept[: len(shape) - 1]))
         assert got["w"].sharding.is_equivalent_to(want, len(shape) - 1)
+
+
+def test_the_kernel_has_the_derivative_of_the_plain_path(as_for_cuda, monkeypatch):
+    from muon2_optax import sums
+
+    def without_derivative(x):
+        kinds = [jax.ShapeDtypeStruct((len(x), 1, n), x.dtype) for n in x.shape[1:]]
+        return jax.pure_callback(lambda x: [x[:, None, :, 0], x[:, :1]], kinds, x)
+
+    monkeypatch.setattr(sums, "of_squares", without_derivative)
+    monkeypatch.setattr(hopper, "SUMS", 0)
+    axes = m2.MatrixAxes(0, 1)
+    tx = _moments(axes, b2=0.0)
+
+    def total(g):
+        state = tx.update({"w": g}, tx.init({"w": g}))[1]
+        return jnp.sum(state.nu_row["w"]) + jnp.sum(state.nu_col["w"])
+
+    g = jnp.asarray(_normal((64, 96)))
+    got = jax.grad(total)(g)
+    np.testing.assert_allclose(got, 2 * g * (1 / 96 + 1 / 64), rtol=1e-5)
 
 
 SERVED = {

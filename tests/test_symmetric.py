@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec as P
 from reference import relative_error
 
 import muon2_optax as m2
-from muon2_optax import coefficients, fused, hopper, iteration, polar, symmetric
+from muon2_optax import (
+    coefficients,
+    fused,
+    hopper,
+    iteration,
+    parcels,
+    polar,
+    symmetric,
+)
 from muon2_optax.symmetric import Tiles
 
 PLAN = coefficients.resolve("keller", 3)
@@ -151,6 +159,17 @@ def emulated(monkeypatch):
     monkeypatch.setattr(symmetric, "added", _added)
 
 
+@pytest.fixture
+def on_hopper():
+    """As in the branch of a program that Hopper GPUs run."""
+    token = hopper._cuda.set(True)
+    try:
+        with hopper.kernels(True):
+            yield
+    finally:
+        hopper._cuda.reset(token)
+
+
 def _with_spectrum(m, n, s, seed=0):
     return (_orthogonal(m, seed) * s) @ np.eye(m, n) @ _orthogonal(n, seed + 1).T
 
@@ -233,18 +252,44 @@ def test_zero_members_stay_zero_and_bad_ones_stay_alone(emulated):
     assert np.isfinite(got[[0, 3]]).all()
 
 
+def _joints(jaxpr):
+    """Operands of every concatenation, inside all calls too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "concatenate":
+            yield len(eqn.invars)
+        for inner in eqn.params.values():
+            if hasattr(inner, "jaxpr"):
+                yield from _joints(inner.jaxpr)
+
+
+def test_no_more_than_ten_arrays_are_joined_at_once(emulated):
+    """XLA for GPUs writes one element per thread from eleven on: the widest pass of a
+    step would take three times as long. (One joint, of row sums, is small.)"""
+    xs = [jnp.ones((128, 192))] * 29
+    jaxpr = jax.make_jaxpr(lambda *xs: _run(xs, size=100))(*xs)
+    assert sorted(_joints(jaxpr.jaxpr))[-2:] == [8, 29]
+    pieces = [jnp.ones((1, 64, 96), jnp.float16)] * 29
+    jaxpr = jax.make_jaxpr(lambda *xs: parcels.packed(xs, jnp.ones(29), 8, 4))(*pieces)
+    assert max(_joints(jaxpr.jaxpr)) <= 10
+
+
+def test_the_kernels_have_the_derivative_of_the_plain_path(on_hopper, monkeypatch):
+    def without_derivative(xs, plan, chunks, size, dtype):
+        kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
+        return tuple(jax.pure_callback(lambda *xs: xs, kinds, *xs))
+
+    monkeypatch.setattr(fused, "run", without_derivative)
+    x = jnp.asarray(_stack((8, 768, 768), 1, np.float32))
+
+    def inner(run, x):
+        return jnp.vdot(run(x, plan=PLAN, dtype=jnp.dtype(jnp.float16))[0], x + 1)
+
+    got = jax.grad(functools.partial(inner, polar.run_batch))(x)
+    want = jax.grad(functools.partial(inner, polar._run_stock))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
 # --- pieces, on a mesh --------------------------------------------------------------
-
-
-@pytest.fixture
-def on_hopper():
-    """As in the branch of a program that Hopper GPUs run."""
-    token = hopper._cuda.set(True)
-    try:
-        with hopper.kernels(True):
-            yield
-    finally:
-        hopper._cuda.reset(token)
 
 
 def _divided(xs, mesh, spec, steps):

@@ -1,0 +1,116 @@
+"""Means of squares along the rows and along the columns of a leaf's matrices."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from muon2_optax import hopper, moments, placement
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.placement import Axes, Placement, Shardings
+
+# Rows that are averaged first, and the averages then: a reduction across memory, whose
+# two stages give a GPU enough to do at once. In one stage XLA would store all squares.
+GROUP = 16
+
+
+def of_squares(
+    name: str, g: jax.Array, axes: ResolvedAxes, shardings: Shardings | None
+) -> tuple[jax.Array, jax.Array]:
+    """Means of |g|^2 over the output axes and over the input axes.
+
+    Returns:
+      The first without the output axes, and with one more, last, axis of blocks where
+      there are several; the second without the input axes.
+    """
+    local = placement.local_shape(name, g, shardings)
+    place = placement.placement(name, g, shardings)
+    known = place is not None or placement.undivided(g, shardings)
+    kernel = known and hopper.takes_sums(g, axes, place)
+    return _of_squares(g, axes, local, place, kernel)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _of_squares(
+    g: jax.Array,
+    axes: ResolvedAxes,
+    local: tuple[int | None, ...],
+    place: Placement | None,
+    kernel: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The same; ``local``: each device's shape, as far as it is known."""
+    stock = functools.partial(plain, axes=axes, local=local)
+    if not kernel:
+        return stock(g)
+    fused = functools.partial(_in_one_pass, axes=axes, place=place)
+    cuda = hopper.differentiable(fused, stock)
+    return jax.lax.platform_dependent(g, cuda=cuda, default=stock)
+
+
+def _in_one_pass(
+    g: jax.Array, axes: ResolvedAxes, place: Placement | None
+) -> tuple[jax.Array, jax.Array]:
+    """On the kernel: matrices in the last two axes, on a mesh each device its part."""
+    m, n = g.shape[-2:]
+    over_rows, over_columns = place.dims[-2:] if place else ((), ())
+
+    def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        from muon2_optax import sums
+
+        rows, columns = sums.of_squares(x.reshape(-1, *x.shape[-2:]))
+        largest = max(x.shape[-2:])
+        return (
+            mean(rows, largest / n, over_columns).reshape(x.shape[:-1]),
+            mean(columns, largest / m, over_rows).reshape(*x.shape[:-2], -1),
+        )
+
+    def mean(parts: jax.Array, scale: float, over: Axes) -> jax.Array:
+        total = jnp.sum(parts, axis=1) * scale
+        total = jax.lax.psum(total, over) if over else total
+        # Held below overflow, as single squares are on the other path.
+        return jnp.minimum(total, float(jnp.finfo(jnp.float32).max) / 4)
+
+    if place is not None:
+        spec = tuple(place.spec) + (None,) * (g.ndim - len(place.spec))
+        part = jax.shard_map(
+            part,
+            mesh=place.mesh,
+            in_specs=PartitionSpec(*spec),
+            out_specs=(
+                PartitionSpec(*spec[:-1]),
+                PartitionSpec(*spec[:-2], spec[-1]),
+            ),
+            check_vma=False,
+        )
+    pair = part(g)
+    return pair if axes.ins == (g.ndim - 2,) else pair[::-1]
+
+
+def plain(
+    g: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """In two passes, for every leaf and backend."""
+    local = local or (None,) * g.ndim
+    square = moments.square(g)
+    col = _mean(square, axes.ins, local)
+    if len(axes.splits) == 1:
+        return _mean(square, axes.outs, local), col
+    sizes = jnp.asarray(axes.per_output(axes.splits), square.dtype)
+    rows = axes.sums(square / sizes, axes.outs)
+    return jnp.stack([jnp.squeeze(r, axes.outs) for r in rows], axis=-1), col
+
+
+def _mean(
+    x: jax.Array, dims: tuple[int, ...], local: tuple[int | None, ...]
+) -> jax.Array:
+    """Mean over these dimensions; of groups of rows first where that is possible."""
+    # Divided before it is summed: a sum of large squares would overflow.
+    first, count = dims[0], math.prod(x.shape[d] for d in dims)
+    group = math.gcd(local[first] or 1, GROUP)
+    if len(dims) > 1 or first == x.ndim - 1 or group < GROUP // 2:
+        return jnp.sum(x / count, axis=dims)
+    groups = count // group
+    split = x.reshape(*x.shape[:first], groups, group, *x.shape[first + 1 :])
+    return jnp.sum(jnp.sum(split / group, axis=first + 1) / groups, axis=first)
