@@ -16,7 +16,7 @@ import numpy as np
 
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.placement import Axes, Placement
-from muon2_optax.stacks import joined, rows_major, totals
+from muon2_optax.stacks import TOGETHER, joined, rows_major, take, totals
 
 Side = tuple[tuple[int, Axes], ...]
 # 16-bit numbers after which values begin anew, where that is a small part of the whole:
@@ -162,14 +162,21 @@ def packed(
     The last rows hold fewer, or none, and zeros.
     """
     one = math.prod(pieces[0].shape[1:])
-    missing = rows * share - len(factors)
-    values = [bits(x) for x in joined([p.reshape(-1) for p in pieces])]
-    if missing:
-        values.append(jnp.zeros(missing * one, jnp.uint16))
-    ends = jax.lax.bitcast_convert_type(jnp.pad(factors, (0, missing)), jnp.uint16)
     fill = -(2 * share) % ALIGNMENT if one * share >= 64 * ALIGNMENT else 0
-    ends = jnp.pad(ends.reshape(rows, -1), ((0, 0), (0, fill)))
-    return jnp.concatenate([jnp.concatenate(values).reshape(rows, -1), ends], axis=1)
+    parts = []
+    for low in range(0, rows * share, share):
+        own, here = factors[low : low + share], take(pieces, low, low + share)
+        missing = share - len(own)
+        ends = jax.lax.bitcast_convert_type(own, jnp.uint16).reshape(-1)
+        parts.append([
+            *(bits(x) for x in joined([p.reshape(-1) for p in here])),
+            *([jnp.zeros(missing * one, jnp.uint16)] if missing else []),
+            jnp.pad(ends, (0, 2 * missing + fill)),
+        ])  # fmt: skip
+    if sum(map(len, parts)) <= TOGETHER:
+        return jnp.concatenate(sum(parts, [])).reshape(rows, -1)
+    # XLA makes one of two joints in a row, but not of these.
+    return jnp.concatenate([jnp.concatenate(row)[None] for row in parts])
 
 
 def unpacked(

@@ -17,6 +17,8 @@ def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
     That holds where something is done to the results before they are joined in turn:
     XLA makes one of two joints in a row.
     """
+    if not parts:
+        return []
     size = -(-len(parts) // -(-len(parts) // TOGETHER))
     return [jnp.concatenate(parts[i : i + size]) for i in range(0, len(parts), size)]
 
