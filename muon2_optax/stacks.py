@@ -52,7 +52,8 @@ def in_lots(
     results, start = [], 0
     for part in parts:
         found = take(done, start, start + len(part))
-        results.append(found[0] if len(found) == 1 else jnp.concatenate(found))
+        # Nothing of a part without members.
+        results.append(jnp.concatenate(found) if len(found) > 1 else [*found, part][0])
         start += len(part)
     return results
 

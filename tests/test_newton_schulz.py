@@ -553,7 +553,7 @@ def test_refusals():
 def test_lots_bound_the_memory_and_change_nothing(monkeypatch):
     """Stacks, tall leaves and lone matrices, cut anywhere, against one batch."""
     rng = np.random.default_rng(0)
-    shapes = [(5, 16, 32), (32, 16), (2, 3, 16, 32), (16, 32)]
+    shapes = [(5, 16, 32), (32, 16), (0, 16, 32), (2, 3, 16, 32), (16, 32), (0, 32, 16)]
     xs = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
     plan = coefficients.resolve("keller", 3)
     whole = jax.jit(lambda xs: polar.orthogonalize(xs, plan))(xs)

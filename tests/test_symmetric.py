@@ -237,6 +237,15 @@ def test_chunks_stacks_and_tall_members(emulated):
             assert got.shape == x.shape and relative_error(got, want) < 3e-3
 
 
+def test_a_stack_without_members(emulated):
+    xs = [_stack(s, i, np.float64) for i, s in enumerate([(3, 64, 160), (0, 64, 160)])]
+    for size in (1, 100):
+        got = _run([xs[1], xs[0], xs[1]], size=size)
+        assert [g.shape for g in got] == [xs[1].shape, xs[0].shape, xs[1].shape]
+        for x, y in zip(xs[0], got[1]):
+            assert relative_error(y, reference.keller(x, 3)) < 3e-3
+
+
 @pytest.mark.parametrize("scale", [1e-34, 1e-20, 1.0, 1e20, 7e37])
 def test_any_magnitude(scale, emulated):
     x = _stack((64, 96), 4, np.float64)
