@@ -163,7 +163,6 @@ def _run_lot(
     )
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     """Divides each matrix by its norm, for magnitudes from 1e-38 to 1e38 in float32.
 
@@ -173,6 +172,14 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     Returns:
       The result, at least float32, and AOL's eps in its units, (..., 1, 1).
     """
+    try:
+        hash(how)
+    except TypeError:  # an eps that is an array, which may be traced
+        return _normalized(x, how)
+    return _traced_once(x, how)
+
+
+def _normalized(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     x = x.astype(dtypes.compute_dtype(x.dtype))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
     largest = jnp.where(largest == 0, 1, largest)
@@ -188,3 +195,7 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
         return x / norm, root * root
     norm = jnp.maximum(how.factor * norm + how.eps / largest, how.floor / largest)
     return x / jnp.where(norm == 0, 1, norm), jnp.zeros_like(norm)
+
+
+# Once per shape: a step has hundreds of leaves of few shapes.
+_traced_once = jax.jit(_normalized, static_argnums=1)

@@ -550,6 +550,21 @@ def test_refusals():
         m2.newton_schulz(jnp.ones((4, 4)), -1)
 
 
+def test_the_normalization_may_hold_arrays():
+    """Its numbers may be traced, as under a gradient with respect to eps."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6)), jnp.float32)
+
+    def total(eps):
+        how = coefficients.Frobenius(eps=eps)
+        return jnp.sum(polar.normalize(x, how)[0] ** 2)
+
+    norm = float(jnp.linalg.norm(x))
+    for eps in (np.asarray(0.5), jnp.float32(0.5)):
+        np.testing.assert_allclose(total(eps), (norm / (norm + 0.5)) ** 2, rtol=1e-5)
+    want = -2 * norm**2 / (norm + 0.5) ** 3
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(0.5), want, rtol=1e-5)
+
+
 def test_lots_bound_the_memory_and_change_nothing(monkeypatch):
     """Stacks, tall leaves and lone matrices, cut anywhere, against one batch."""
     rng = np.random.default_rng(0)
