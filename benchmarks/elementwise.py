@@ -69,10 +69,9 @@ def main() -> None:
     elements = sum(math.prod(s) for s in shapes.values())
     bandwidth = copy_bandwidth(elements, args.repeats, args.chain)
     print(f"copy: {bandwidth / 1e9:.0f} GB/s", flush=True)
-    keys = jax.random.split(jax.random.key(0), len(shapes))
     draw = jax.jit(jax.random.normal, static_argnums=1)
     for name, (tx, per_parameter) in CASES.items():
-        grads = {k: draw(key, s) for key, (k, s) in zip(keys, shapes.items())}
+        grads = timing.drawn(draw, shapes)
         params = {k: jnp.zeros(s) for k, s in shapes.items()}
         chained, step = step_of(tx)
         taken = timing.of_step(

@@ -57,16 +57,12 @@ class Contender:
             out_shardings=self.sharding,
         )
 
-        def draw(key: jax.Array) -> Any:
-            keys = jax.random.split(key, len(self.params))
-            named = zip(keys, self.params.items())
-            return {k: rng(key, p.shape) for key, (k, p) in named}
-
         def zeros(x: Any) -> jax.Array:
             return jnp.zeros(x.shape, x.dtype, device=x.sharding)
 
+        shapes = {k: p.shape for k, p in self.params.items()}
         params, state = jax.tree.map(zeros, (self.params, self.state))
-        return params, state, timing.gradients(draw)
+        return params, state, timing.gradients(rng, shapes)
 
 
 def mesh_of(name: str) -> Mesh:

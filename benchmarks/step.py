@@ -58,12 +58,7 @@ class JaxContender:
     def times(self, repeats: int, chain: int) -> list[float]:
         """Milliseconds of a step on normal gradients."""
         normal = jax.jit(jax.random.normal, static_argnums=1)
-
-        def draw(key: jax.Array) -> Any:
-            keys = jax.random.split(key, len(self.shapes))
-            return {k: normal(key, s) for key, (k, s) in zip(keys, self.shapes.items())}
-
-        grads = timing.gradients(draw)
+        grads = timing.gradients(normal, self.shapes)
         params = {k: jnp.zeros(s) for k, s in self.shapes.items()}
         state = self.tx.init(params)
         return timing.of_step(self.step, params, state, grads, repeats, chain)

@@ -31,16 +31,22 @@ def milliseconds(
     return taken
 
 
-def gradients(draw: Callable[[jax.Array], Any]) -> list[Any]:
-    """Some, to be taken in turn: ``draw(key)`` makes one.
+def drawn(normal: Callable[..., Any], shapes: dict[str, Any], seed: int = 0) -> Any:
+    """Leaves ``normal(key, shape)`` of these shapes."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {k: normal(key, s) for key, (k, s) in zip(keys, shapes.items())}
+
+
+def gradients(normal: Callable[..., Any], shapes: dict[str, Any]) -> list[Any]:
+    """Some, ``drawn``, to be taken in turn.
 
     With the same gradient in every step Muon^2's update becomes its sign. Equal
     magnitudes cost a GPU less power to multiply, and it would run faster than it does
     on a model's gradients.
     """
-    made = [draw(jax.random.key(0))]
+    made = [drawn(normal, shapes)]
     if sum(x.nbytes for x in jax.tree.leaves(made)) < ONE_ONLY:
-        made += [draw(jax.random.key(i)) for i in range(1, GRADIENTS)]
+        made += [drawn(normal, shapes, seed) for seed in range(1, GRADIENTS)]
     return made
 
 

@@ -25,10 +25,10 @@ def of_squares(
       The first without the output axes, and with one more, last, axis of blocks where
       there are several; the second without the input axes.
     """
-    local = placement.local_shape(name, g, shardings)
     place = placement.placement(name, g, shardings)
-    known = place is not None or placement.undivided(g, shardings)
-    kernel = known and hopper.takes_sums(g, axes, place)
+    whole = place is None and placement.undivided(g, shardings)
+    local = placement.local_shape(g, place, whole)
+    kernel = (whole or place is not None) and hopper.takes_sums(g, axes, place)
     return _of_squares(g, axes, local, place, kernel)
 
 

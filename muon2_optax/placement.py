@@ -180,17 +180,16 @@ def on_one_device(x: Any, shardings: Shardings | None) -> bool:
     return known is not None and known.size == 1
 
 
-def local_shape(
-    name: str, x: Any, shardings: Shardings | None
-) -> tuple[int | None, ...]:
+def local_shape(x: Any, place: Placement | None, whole: bool) -> tuple[int | None, ...]:
     """The sizes of the dimensions on each device, where they may be reshaped there.
 
-    None where tracing does not know it, and where an Explicit axis divides it.
+    None where tracing does not know it, and where an Explicit axis divides it. A leaf
+    without a place is known if it is ``whole``, that is ``undivided``.
     """
-    place, mesh = placement(name, x, shardings), typed_mesh(x)
-    types = () if mesh is None else mesh.axis_types
     if place is None:
-        return x.shape if undivided(x, shardings) else (None,) * x.ndim
+        return x.shape if whole else (None,) * x.ndim
+    mesh = typed_mesh(x)
+    types = () if mesh is None else mesh.axis_types
     return tuple(
         None if AxisType.Explicit in types and axes else n
         for n, axes in zip(place.local(x.shape), place.dims)

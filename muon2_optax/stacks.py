@@ -51,9 +51,9 @@ def in_lots(
         done += fn(low, take(parts, low, low + size))
     results, start = [], 0
     for part in parts:
-        found = take(done, start, start + len(part))
-        # Nothing of a part without members.
-        results.append(jnp.concatenate(found) if len(found) > 1 else [*found, part][0])
+        # A part without members comes back as it is.
+        found = take(done, start, start + len(part)) or [part]
+        results.append(found[0] if len(found) == 1 else jnp.concatenate(found))
         start += len(part)
     return results
 

@@ -14,6 +14,7 @@ from jax import lax
 
 # A thread block's tile, and how many of them below each other it takes.
 ROWS, COLUMNS, STEPS = 64, 64, 4
+# Tiles on their way to a thread block.
 STAGES = 2
 # Bytes of the widest swizzle.
 SWIZZLE = 128
