@@ -37,12 +37,14 @@ def run(
     dtype: jnp.dtype,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Normalizes and iterates the matrices of all stacks, ``size`` at a time."""
+    """Normalizes and iterates the matrices of all stacks, in stacks of ``size``.
+
+    Where a lot has fewer members its stack ends with what is not computed: lots of all
+    lengths, and the matrices of all n, then share their compiled kernels.
+    """
     m, n = sorted(matrices[0].shape[-2:])
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
     count = sum(map(len, flat))
-    lots = max(-(-count // size), -(-len(flat) // JOINED))
-    size = -(-count // lots)
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
@@ -53,6 +55,7 @@ def run(
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         ready: list[jax.Array] = []
+        filled = sum(map(len, members))
         # Columns of zeros change nothing.
         zeros = (0, -n % COLUMNS)
         for some in _alike(members):
@@ -69,7 +72,10 @@ def run(
                 y = rows_major(y.astype(dtype))
                 ready.append(jnp.pad(y, [(0, 0), zeros, (0, 0)]).mT)
             first += sum(map(len, some))
-        outputs = iterate(jnp.concatenate(ready), chunks, interpret)[..., :n]
+        if filled < size:
+            ready.append(jnp.zeros((size - filled, *ready[0].shape[1:]), dtype))
+        stack = jnp.concatenate(ready)
+        outputs = iterate(stack, chunks, interpret, members=filled)[..., :n]
         done, start = [], 0
         for y in members:
             o = outputs[start : start + len(y)]
@@ -77,8 +83,25 @@ def run(
             done.append(o if y.shape[1] == m else rows_major(o.mT))
         return done
 
-    results = in_lots(lot, flat, size)
+    results = in_lots(lot, flat, _lot_size(count, size, m))
     return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
+
+
+def _lot_size(count: int, most: int, m: int) -> int:
+    """Members of a lot: all that may be, or equally many in each.
+
+    Whichever leaves fewer multiprocessors without a square in the kernels' last round.
+    """
+    tiles = tiles_for(m)
+    squares = (m // tiles.side) * (m // tiles.side + 1) // 2
+    clusters = symmetric.processors() // tiles.cluster
+
+    def rounds(size: int) -> int:
+        lots, rest = divmod(count, size)
+        return lots * -(-size * squares // clusters) + -(-rest * squares // clusters)
+
+    equal = -(-count // -(-count // most))
+    return min(most, equal, key=rounds)
 
 
 def _alike(members: Sequence[jax.Array]) -> list[list[jax.Array]]:
@@ -152,20 +175,22 @@ def iterate(
     chunks: Sequence[Sequence[Any]],
     interpret: Any = None,
     pieces: tuple[int, int] | None = None,
+    members: int | None = None,
 ) -> jax.Array:
     """Runs of steps on (L, m, n) matrices that are normalized, times the gain.
+
+    Only on the first ``members`` of them, if that is given.
 
     Returns (L, m, n), or with ``pieces`` (rows, columns) that many of each matrix,
     (rows, columns, L, m / rows, n / columns).
     """
     scale = gain([row for rows in chunks for row in rows])
     m = x.shape[-2]
-    product = functools.partial(
-        symmetric.product, tiles=tiles_for(m), interpret=interpret
-    )
+    options = {"members": members, "interpret": interpret}
+    product = functools.partial(symmetric.product, tiles=tiles_for(m), **options)
     down, _ = pieces or (1, 1)
     wide = symmetric.Tiles() if m // down % 256 == 0 else SMALL
-    added = functools.partial(symmetric.added, tiles=wide, interpret=interpret)
+    added = functools.partial(symmetric.added, tiles=wide, **options)
     for i, rows in enumerate(chunks):
         r = product(x, x, alpha=GRAIN / scale**2)
         p = _factor(r, rows, product)

@@ -25,16 +25,18 @@ _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 def kernel(
     factors: Any,
+    members: Any,
     a_hbm: Any,
     b_hbm: Any,
     *rest: Any,
     tiles: Tiles,
     cut: tuple[int, int] | None,
 ) -> None:
-    """A B^T times factors[0], and the C of ``rest`` times theirs.
+    """A B^T times factors[0], and the C of ``rest`` times theirs, of so many members.
 
-    Or A B, not symmetric, where ``cut`` says into how many pieces each result goes,
-    along rows and columns: out_hbm is (rows * columns * L, m / rows, n / columns).
+    A C whose factor is zero is not read: one kernel serves any number of addends. Or
+    A B, not symmetric, where ``cut`` says into how many pieces each result goes, along
+    rows and columns: out_hbm is (rows * columns * L, m / rows, n / columns).
     """
     *c_hbm, out_hbm = rest
     full = cut is not None
@@ -47,7 +49,7 @@ def kernel(
         block, mirror = blocks.at[group], mirrors.at[group]
 
         @plgpu.nd_loop(
-            (a_hbm.shape[0] * _counts(a_hbm, out_hbm, tiles, cut)[1],),
+            (members[0] * _counts(a_hbm, out_hbm, tiles, cut)[1],),
             collective_axes="clusters",
         )
         def _(loop: Any) -> None:
@@ -99,7 +101,7 @@ def kernel(
         allocations=feed(_ignore, _ignore).get_allocations(a_hbm.at[0], b_hbm.at[0]),
         blocks=buffer((2, 2, addends, BLOCK, BLOCK)),
         mirrors=buffer((2, BLOCK, BLOCK)),
-        arrived=plgpu.Barrier(num_arrivals=addends, num_barriers=4),
+        arrived=plgpu.Barrier(num_barriers=4 * addends),
         collective_axes="group",
     )
 
@@ -223,11 +225,27 @@ class _Epilogue:
 
     def _fetch(self, n: int) -> None:
         for which, source in enumerate(self.c_hbm):
-            plgpu.copy_gmem_to_smem(
-                self._window(source, n, self.place),
-                self.blocks.at[n % 2, which],
-                self.arrived.at[self.group * 2 + n % 2],
-            )
+
+            @pl.when(self.factors[1 + which] != 0)
+            def _() -> None:
+                plgpu.copy_gmem_to_smem(
+                    self._window(source, n, self.place),  # noqa: B023
+                    self.blocks.at[n % 2, which],  # noqa: B023
+                    self._barrier(n, which),  # noqa: B023
+                )
+
+    def _barrier(self, n: int, which: int) -> Any:
+        return self.arrived.at[4 * which + self.group * 2 + n % 2]
+
+    def _plus(self, piece: Any, n: int, which: int) -> Any:
+        """The n-th block with its part of an addend."""
+        beta = self.factors[1 + which]
+
+        def some() -> Any:
+            plgpu.barrier_wait(self._barrier(n, which))
+            return piece + beta * self.blocks[n % 2, which].astype(jnp.float32)
+
+        return lax.cond(beta != 0, some, lambda: piece)
 
     def start(self) -> None:
         """Asks for the first addends; they arrive while the tile is multiplied."""
@@ -242,11 +260,8 @@ class _Epilogue:
             row, column = divmod(n * BLOCK, self.shape[1])
             row *= BLOCK
             piece = value[row : row + BLOCK, column : column + BLOCK] * self.factors[0]
-            if self.c_hbm:
-                plgpu.barrier_wait(self.arrived.at[self.group * 2 + n % 2])
             for which in range(len(self.c_hbm)):
-                addend = self.blocks[n % 2, which].astype(jnp.float32)
-                piece = piece + self.factors[1 + which] * addend
+                piece = self._plus(piece, n, which)
             piece = piece.astype(self.out_hbm.dtype)
             # There is one buffer for mirrors: the last block must have left it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

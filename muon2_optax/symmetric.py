@@ -14,12 +14,16 @@ import jax.numpy as jnp
 
 from muon2_optax.tiles import Tiles as Tiles
 
+# Addends of the kernel for products of square matrices.
+ADDENDS = 2
+
 
 def product(
     a: jax.Array,
     b: jax.Array,
     *addends: tuple[float, jax.Array],
     alpha: float = 1.0,
+    members: int | None = None,
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -30,6 +34,8 @@ def product(
       b: (L, m, k); A B^T must be symmetric.
       *addends: pairs (beta, C) with C symmetric, (L, m, m).
       alpha: factor of the product.
+      members: how many of the stack are computed, all by default; what is returned for
+        those after them means nothing.
       tiles: m must be a multiple of ``tiles.side``.
       interpret: ``pallas.mosaic_gpu.InterpretGPUParams()`` runs it on a CPU.
 
@@ -39,9 +45,16 @@ def product(
     tiles = tiles or Tiles()
     if a.shape[1] % tiles.side or a.shape[2] % tiles.depth or b.shape != a.shape:
         raise ValueError(f"no tiles {tiles} for {a.shape} and {b.shape}")
-    # The factors are an operand: one compiled kernel serves every step of a schedule.
+    if a.shape[1] == a.shape[2]:
+        # Whatever has the shape of an addend: what comes with zero is not read.
+        addends += ((0.0, a),) * (ADDENDS - len(addends))
+    # Operands, not constants: one compiled kernel serves every step of a schedule, and
+    # each of them takes about a second to compile.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
-    return _call(factors, a, b, *(c for _, c in addends), tiles=tiles, how=interpret)
+    return _call(
+        factors, _counted(a, members), a, b, *(c for _, c in addends), tiles=tiles,
+        how=interpret,
+    )  # fmt: skip
 
 
 def added(
@@ -49,6 +62,7 @@ def added(
     x: jax.Array,
     *,
     pieces: tuple[int, int] | None = None,
+    members: int | None = None,
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -61,6 +75,7 @@ def added(
       p: (L, m, m), float16 or bfloat16.
       x: (L, m, n), of the same dtype.
       pieces: into how many the result is cut along rows and columns.
+      members: as in ``product``.
       tiles: ``tiles.side`` must divide the rows of a piece.
       interpret: as in ``product``.
 
@@ -74,20 +89,33 @@ def added(
         raise ValueError(f"no tiles {tiles} for {x.shape} in {down} x {right} pieces")
     one = jnp.ones(2, jnp.float32)
     cut = (down, right)
-    out = _call(one, p, x, x, tiles=tiles, how=interpret, cut=cut)
+    counted = _counted(x, members)
+    out = _call(one, counted, p, x, x, tiles=tiles, how=interpret, cut=cut)
     return out.reshape(down, right, stack, m // down, n // right) if pieces else out
 
 
+def _counted(stack: jax.Array, members: int | None) -> jax.Array:
+    return jnp.full(1, len(stack) if members is None else members, jnp.int32)
+
+
+def _call(*operands: jax.Array, **options: Any) -> jax.Array:
+    # Only here: importing Pallas takes a second, and fails where it is not built in.
+    # But not while the kernel is traced: JAX forgets then that it was.
+    import muon2_optax.mosaic  # noqa: F401
+
+    return _launched(*operands, **options)
+
+
 @functools.partial(jax.jit, static_argnames=("tiles", "how", "cut"))
-def _call(
+def _launched(
     factors: jax.Array,
+    members: jax.Array,
     *operands: jax.Array,
     tiles: Tiles,
     how: Any,
     cut: tuple[int, int] | None = None,
 ) -> jax.Array:
     """The symmetric product, or A B in pieces where ``cut`` says in how many."""
-    # Only here: importing Pallas takes a second, and fails where it is not built in.
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from muon2_optax import mosaic
@@ -100,7 +128,7 @@ def _call(
     kernel = plgpu.kernel(
         functools.partial(mosaic.kernel, tiles=tiles, cut=cut),
         out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
-        grid=(_processors() // tiles.cluster,),
+        grid=(processors() // tiles.cluster,),
         grid_names=("clusters",),
         cluster=(tiles.cluster,),
         cluster_names=("part",),
@@ -114,10 +142,10 @@ def _call(
     )
     # Its indices are of 32 bits, also where Python's integers would become 64.
     with jax.enable_x64(False):
-        return kernel(factors, *operands)
+        return kernel(factors, members, *operands)
 
 
-def _processors() -> int:
+def processors() -> int:
     """Multiprocessors of the GPU at hand, or of an H100 where there is none."""
     device = jax.devices()[0]
     return getattr(device, "core_count", 0) if device.platform == "gpu" else 132

@@ -39,7 +39,7 @@ def interpret(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu
 
     # As few simulated multiprocessors as make more than one take part.
-    monkeypatch.setattr(symmetric, "_processors", lambda: 2)
+    monkeypatch.setattr(symmetric, "processors", lambda: 2)
     return mosaic_gpu.InterpretGPUParams()
 
 
@@ -67,6 +67,47 @@ def test_product(addends, dtype, interpret):
     pairs = [(0.5 + i, c) for i, c in enumerate(cs)]
     got = symmetric.product(x, x, *pairs, alpha=0.25, tiles=SMALL, interpret=interpret)
     reference.assert_symmetric_product(got, x, pairs, 0.25, jnp.finfo(dtype).eps)
+
+
+@needs_kernel
+@pytest.mark.parametrize("addends", [0, 1, 2])
+def test_product_of_some_members(addends, interpret):
+    """Neither members behind the count nor addends that are not given are read."""
+    x = _stack((3, 128, 128))
+    c = jnp.asarray(x + x.swapaxes(1, 2))
+    x[2] = np.nan
+    pairs = [(0.5 + i, c) for i in range(addends)]
+    got = symmetric.product(
+        jnp.asarray(x), jnp.asarray(x), *pairs, members=2, tiles=SMALL,
+        interpret=interpret,
+    )  # fmt: skip
+    pairs = [(beta, c[:2]) for beta, c in pairs]
+    eps = jnp.finfo(jnp.float16).eps
+    reference.assert_symmetric_product(got[:2], x[:2], pairs, 1.0, eps)
+
+
+ONE_KERNEL = """
+import jax, jax.numpy as jnp
+from muon2_optax import symmetric
+
+def products(x):
+    y = symmetric.product(x, x)
+    y = symmetric.product(y, x, (0.5, y), members=2)
+    return symmetric.product(y, x, (2.0, x), (0.5, y), alpha=3.0, members=3)
+
+x = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float16)
+text = jax.jit(products).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+print(text.count("custom_call @mosaic_gpu"))
+"""
+
+
+@needs_kernel
+def test_one_kernel_for_all_addends_and_counts():
+    """Each takes a GPU's compiler a second. Also the first one of a process."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_KERNEL], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1"]
 
 
 @needs_kernel
@@ -139,17 +180,22 @@ def test_shapes_without_tiles_are_refused():
 # --- the iteration ------------------------------------------------------------------
 
 
-def _product(a, b, *addends, alpha=1.0, tiles=None, interpret=None):
+def _computed(out, members):
+    """What is behind the members that are asked for must not be used."""
+    return out if members is None else out.at[members:].set(jnp.nan)
+
+
+def _product(a, b, *addends, alpha=1.0, members=None, tiles=None, interpret=None):
     """The kernel's arithmetic: 16-bit operands, float32 inside, one rounding."""
     wide = [v.astype(jnp.float32) for v in (a, b)]
     out = alpha * jnp.matmul(wide[0], wide[1].mT, precision="highest")
     out = out + sum(beta * c.astype(jnp.float32) for beta, c in addends)
-    return out.astype(a.dtype)
+    return _computed(out.astype(a.dtype), members)
 
 
-def _added(p, x, *, pieces=None, tiles=None, interpret=None):
+def _added(p, x, *, pieces=None, members=None, tiles=None, interpret=None):
     wide = jnp.matmul(p.astype(jnp.float32), x.astype(jnp.float32), precision="highest")
-    out = (x.astype(jnp.float32) + wide).astype(x.dtype)
+    out = _computed((x.astype(jnp.float32) + wide).astype(x.dtype), members)
     return out if pieces is None else reference.in_pieces(out, *pieces)
 
 
@@ -235,6 +281,15 @@ def test_chunks_stacks_and_tall_members(emulated):
             for index in np.ndindex(x.shape[:-2]):
                 want[index] = reference.keller(x[index], 3)
             assert got.shape == x.shape and relative_error(got, want) < 3e-3
+
+
+@pytest.mark.parametrize(
+    "count, most, m, size",
+    # On 66 clusters of two: 36 squares each of 2048, so 16 take 9 rounds, 15 take 9.
+    [(72, 16, 2048, 16), (48, 32, 768, 24), (96, 16, 2048, 16), (3, 4, 2048, 4)],
+)
+def test_lots_leave_few_multiprocessors_idle(count, most, m, size):
+    assert fused._lot_size(count, most, m) == size
 
 
 def test_a_stack_without_members(emulated):
@@ -453,14 +508,20 @@ def test_is_off_without_a_hopper_gpu():
         assert not hopper.available()
 
 
-def test_chunks_are_bounded_and_equal(on_hopper):
+def test_stacks_are_bounded_and_alike(on_hopper):
     half = jnp.dtype(jnp.float16)
     size = functools.partial(hopper.chunk_size, plan=PLAN, dtype=half)
-    assert size(72, (2048, 5472)) == 18
-    assert size(96, (2048, 2048)) == 48
+    # Matrices of the same m share their kernels.
+    assert size(72, (2048, 5472)) == size(96, (2048, 2048)) == 16
+    assert size(24, (768, 3072)) == size(48, (768, 768)) == 32
+    assert size(5, (2048, 2048)) == 8
+    assert size(1, (8192, 8192)) == 1
     assert size(40, (5120, 13824)) == 2
     assert size(24, (16384, 65536)) == 1
-    assert size(73, (2048, 5472)) in range(1, 20)
+    for count, m, n in [(72, 2048, 5472), (99, 768, 768), (3, 4096, 4096)]:
+        stack = size(count, (m, n))
+        assert stack == 1 or stack * 2 * m * (n + 4 * m) <= 1e9
+        assert stack < 2 * count
     aol = coefficients.resolve("turbo", 3)
     assert hopper.chunk_size(72, (2048, 5472), aol, half) is None
 
