@@ -48,34 +48,43 @@ def run(
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
+    before: jax.Array | None = None
+
     def scaled(y: jax.Array, first: int) -> jax.Array:
         for f in factors:
             y = y.astype(f.dtype) * f[first : first + len(y), None, None]
         return y
 
-    def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
-        ready: list[jax.Array] = []
-        filled = sum(map(len, members))
+    def narrow(some: Sequence[jax.Array], first: int, behind: int) -> list[jax.Array]:
+        """Members of one shape, ready, and as many of zeros behind them."""
+        tall = some[0].shape[1] != m
+        # What is turned is joined at once: that pass takes any number.
+        parts = [jnp.concatenate(some)] if tall else joined(some)
         # Columns of zeros change nothing.
         zeros = (0, -n % COLUMNS)
-        for some in _alike(members):
-            if some[0].shape[1] == m:
-                # One by one: slices of the factors are no operands of the pass.
-                starts = itertools.accumulate(map(len, some), initial=first)
-                for y in joined([scaled(y, i) for y, i in zip(some, starts)]):
-                    y = rows_major(y.astype(dtype))
-                    ready.append(jnp.pad(y, [(0, 0), (0, 0), zeros]))
-            else:
-                # All at once, as this pass takes any number. Padded before it is
-                # turned: so the result is where it belongs.
-                y = scaled(jnp.concatenate(some), first)
-                y = rows_major(y.astype(dtype))
-                ready.append(jnp.pad(y, [(0, 0), zeros, (0, 0)]).mT)
+        ready = []
+        for y, after in zip(parts, [0] * (len(parts) - 1) + [behind]):
+            z = rows_major(scaled(y, first).astype(dtype))
+            first += len(y)
+            # Padded before it is turned: so the result is where it belongs.
+            pad = [(0, after), *((zeros, (0, 0)) if tall else ((0, 0), zeros))]
+            ready.append(jnp.pad(z, pad).mT if tall else jnp.pad(z, pad))
+        return ready
+
+    def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
+        nonlocal factors, before
+        if before is not None:
+            # One after the other: XLA would make two lots ready in one pass.
+            factors, _ = jax.lax.optimization_barrier((factors, before))
+        ready: list[jax.Array] = []
+        filled = sum(map(len, members))
+        *runs, last = _alike(members)
+        for some, behind in [*((r, 0) for r in runs), (last, size - filled)]:
+            ready += narrow(some, first, behind)
             first += sum(map(len, some))
-        if filled < size:
-            ready.append(jnp.zeros((size - filled, *ready[0].shape[1:]), dtype))
         stack = jnp.concatenate(ready)
         outputs = iterate(stack, chunks, interpret, members=filled)[..., :n]
+        before = outputs
         done, start = [], 0
         for y in members:
             o = outputs[start : start + len(y)]
