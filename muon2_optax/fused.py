@@ -50,38 +50,38 @@ def run(
 
     before: jax.Array | None = None
 
-    def scaled(y: jax.Array, first: int) -> jax.Array:
-        for f in factors:
-            y = y.astype(f.dtype) * f[first : first + len(y), None, None]
-        return y
-
-    def narrow(some: Sequence[jax.Array], first: int, behind: int) -> list[jax.Array]:
-        """Members of one shape, ready, and as many of zeros behind them."""
+    def narrow(
+        some: Sequence[jax.Array], how: Sequence[jax.Array], behind: int
+    ) -> list[jax.Array]:
+        """Members of one shape times their factors, and as many of zeros behind them."""
         tall = some[0].shape[1] != m
         # What is turned is joined at once: that pass takes any number.
         parts = [jnp.concatenate(some)] if tall else joined(some)
         # Columns of zeros change nothing.
         zeros = (0, -n % COLUMNS)
-        ready = []
+        ready, first = [], 0
         for y, after in zip(parts, [0] * (len(parts) - 1) + [behind]):
-            z = rows_major(scaled(y, first).astype(dtype))
+            for f in how:
+                y = y.astype(f.dtype) * f[first : first + len(y), None, None]
             first += len(y)
+            y = rows_major(y.astype(dtype))
             # Padded before it is turned: so the result is where it belongs.
             pad = [(0, after), *((zeros, (0, 0)) if tall else ((0, 0), zeros))]
-            ready.append(jnp.pad(z, pad).mT if tall else jnp.pad(z, pad))
+            ready.append(jnp.pad(y, pad).mT if tall else jnp.pad(y, pad))
         return ready
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
-        nonlocal factors, before
-        if before is not None:
-            # One after the other: XLA would make two lots ready in one pass.
-            factors, _ = jax.lax.optimization_barrier((factors, before))
+        nonlocal before
         ready: list[jax.Array] = []
         filled = sum(map(len, members))
+        # Lots one after the other: XLA would make two of them ready in one pass, and
+        # hold both. Slices of their own: XLA compiles a pass for each first member.
+        how = [f[first : first + filled] for f in factors]
+        how, before = jax.lax.optimization_barrier((how, before))
         *runs, last = _alike(members)
         for some, behind in [*((r, 0) for r in runs), (last, size - filled)]:
-            ready += narrow(some, first, behind)
-            first += sum(map(len, some))
+            ready += narrow(some, how, behind)
+            how = [f[sum(map(len, some)) :] for f in how]
         stack = jnp.concatenate(ready)
         outputs = iterate(stack, chunks, interpret, members=filled)[..., :n]
         before = outputs
