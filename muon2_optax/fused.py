@@ -48,52 +48,61 @@ def run(
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
+    # Not constants to XLA: what reads the k-th member is the same program for all k.
+    places = jax.lax.optimization_barrier([jnp.int32(k) for k in range(size)])
     before: jax.Array | None = None
-
-    def narrow(
-        some: Sequence[jax.Array], how: Sequence[jax.Array], behind: int
-    ) -> list[jax.Array]:
-        """Members of one shape times their factors, and as many of zeros behind them."""
-        tall = some[0].shape[1] != m
-        # What is turned is joined at once: that pass takes any number.
-        parts = [jnp.concatenate(some)] if tall else joined(some)
-        # Columns of zeros change nothing.
-        zeros = (0, -n % COLUMNS)
-        ready, first = [], 0
-        for y, after in zip(parts, [0] * (len(parts) - 1) + [behind]):
-            for f in how:
-                y = y.astype(f.dtype) * f[first : first + len(y), None, None]
-            first += len(y)
-            y = rows_major(y.astype(dtype))
-            # Padded before it is turned: so the result is where it belongs.
-            pad = [(0, after), *((zeros, (0, 0)) if tall else ((0, 0), zeros))]
-            ready.append(jnp.pad(y, pad).mT if tall else jnp.pad(y, pad))
-        return ready
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         nonlocal before
-        ready: list[jax.Array] = []
         filled = sum(map(len, members))
-        # Lots one after the other: XLA would make two of them ready in one pass, and
-        # hold both. Slices of their own: XLA compiles a pass for each first member.
-        how = [f[first : first + filled] for f in factors]
-        how, before = jax.lax.optimization_barrier((how, before))
-        *runs, last = _alike(members)
-        for some, behind in [*((r, 0) for r in runs), (last, size - filled)]:
-            ready += narrow(some, how, behind)
-            how = [f[sum(map(len, some)) :] for f in how]
-        stack = jnp.concatenate(ready)
-        outputs = iterate(stack, chunks, interpret, members=filled)[..., :n]
-        before = outputs
+        # One lot after the other: XLA would make two ready in one pass, and hold both.
+        # Factors of their own, so that these passes are the same program, too.
+        mine = [f[first : first + filled] for f in factors]
+        mine, before = jax.lax.optimization_barrier((mine, before))
+        stack = _ready(members, mine, size, dtype)
+        outputs = before = iterate(stack, chunks, interpret, members=filled)
         done, start = [], 0
         for y in members:
-            o = outputs[start : start + len(y)]
-            start += len(y)
+            o = jax.lax.dynamic_slice_in_dim(outputs, places[start], len(y))[..., :n]
             done.append(o if y.shape[1] == m else rows_major(o.mT))
+            start += len(y)
         return done
 
     results = in_lots(lot, flat, _lot_size(count, size, m))
     return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
+
+
+def _ready(
+    members: Sequence[jax.Array],
+    factors: Sequence[jax.Array],
+    size: int,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """A stack (size, m, n) of the members times their factors, and zeros behind them.
+
+    In few passes: each joins, multiplies and narrows its matrices, pads and turns them.
+    """
+    m, n = sorted(members[0].shape[-2:])
+    # Columns of zeros change nothing.
+    zeros = (0, -n % COLUMNS)
+    parts: list[jax.Array] = []
+    for _, run in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
+        some = list(run)
+        # What is turned is joined at once: that pass takes any number.
+        parts += joined(some) if some[0].shape[1] == m else [jnp.concatenate(some)]
+    ready, first = [], 0
+    for i, y in enumerate(parts):
+        tall = y.shape[1] != m
+        last = first + len(y)
+        for f in factors:
+            y = y.astype(f.dtype) * f[first:last, None, None]
+        y = rows_major(y.astype(dtype))
+        behind = (0, size - last if i + 1 == len(parts) else 0)
+        # Padded before it is turned: so the result is where it belongs.
+        y = jnp.pad(y, [behind, *((zeros, (0, 0)) if tall else ((0, 0), zeros))])
+        ready.append(y.mT if tall else y)
+        first = last
+    return jnp.concatenate(ready)
 
 
 def _lot_size(count: int, most: int, m: int) -> int:
@@ -111,12 +120,6 @@ def _lot_size(count: int, most: int, m: int) -> int:
 
     equal = -(-count // -(-count // most))
     return min(most, equal, key=rounds)
-
-
-def _alike(members: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """Members in runs of one shape and dtype."""
-    runs = itertools.groupby(members, lambda y: (y.shape[1:], y.dtype))
-    return [list(run) for _, run in runs]
 
 
 def run_pieces(
