@@ -44,7 +44,6 @@ def run(
     """
     m, n = sorted(matrices[0].shape[-2:])
     flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
-    count = sum(map(len, flat))
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
@@ -68,7 +67,7 @@ def run(
             start += len(y)
         return done
 
-    results = in_lots(lot, flat, _lot_size(count, size, m))
+    results = in_lots(lot, flat, size)
     return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
 
 
@@ -105,21 +104,20 @@ def _ready(
     return jnp.concatenate(ready)
 
 
-def _lot_size(count: int, most: int, m: int) -> int:
-    """Members of a lot: all that may be, or equally many in each.
+def fullest(most: int, m: int) -> int:
+    """Members of a stack, of more than half as many as may be.
 
-    Whichever leaves fewer multiprocessors without a square in the kernels' last round.
+    As many as leave few multiprocessors without a square in the kernels' last round;
+    starting a kernel costs about a third of a round.
     """
     tiles = tiles_for(m)
     squares = (m // tiles.side) * (m // tiles.side + 1) // 2
     clusters = symmetric.processors() // tiles.cluster
 
-    def rounds(size: int) -> int:
-        lots, rest = divmod(count, size)
-        return lots * -(-size * squares // clusters) + -(-rest * squares // clusters)
+    def cost(size: int) -> float:
+        return (-(-size * squares // clusters) + 1 / 3) / size
 
-    equal = -(-count // -(-count // most))
-    return min(most, equal, key=rounds)
+    return min(range(most, most // 2, -1), key=cost)
 
 
 def run_pieces(

@@ -15,9 +15,10 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import Frobenius, Plan
 from muon2_optax.placement import Placement
 
-# Bytes of a chunk's 16-bit matrices and of the four Gram matrices and products beside
-# each: what bounds the memory of a step.
-CHUNK = 1e9
+# Bytes of a stack's 16-bit matrices and of the four Gram matrices and products beside
+# each: what bounds the memory of a step. Matrices count as four times as wide as high,
+# or wider.
+CHUNK = 1.4e9
 # Largest product of leading coefficients that the input may be multiplied by.
 LARGEST = 8192.0
 # Entries of a matrix from which on its sums of squares have a kernel.
@@ -107,8 +108,8 @@ def chunk_size(
 ) -> int | None:
     """How many matrices (m, n), m <= n, a stack has; None where stock XLA serves.
 
-    A power of two, so that matrices of the same m, whatever their n and their number,
-    mostly share it, and with it their compiled kernels.
+    It depends on m alone where matrices are neither unusually wide nor few: stacks of
+    the same size share their compiled kernels.
 
     The kernel pays where its tiles fill the multiprocessors: m a multiple of 128 from
     768 on (smaller ones were not measured), and tiles for nearly all thread blocks.
@@ -130,8 +131,9 @@ def chunk_size(
     squares = (m // 256) * (m // 256 + 1) // 2
     if count * squares < 48:
         return None
-    most = max(1, min(fused.JOINED, int(CHUNK / (2 * m * (n + 4 * m)))))
-    return min(2 ** (most.bit_length() - 1), 2 ** (count - 1).bit_length())
+    most = int(CHUNK / (2 * m * (max(n, 4 * m) + 4 * m)))
+    size = fused.fullest(max(1, min(fused.JOINED, most)), m)
+    return min(size, 2 ** (count - 1).bit_length())
 
 
 def takes_sums(g: Any, axes: ResolvedAxes, place: Placement | None) -> bool:

@@ -43,6 +43,7 @@ def kernel(
     group = lax.axis_index("group")
     feed = functools.partial(_pipeline, tiles, full, a_hbm.shape[2] // tiles.depth)
     shape, (down, right) = _share(tiles, group)
+    factors = [factors[i] for i in range(1 + len(c_hbm))]
     mine = pl.ds(right, shape[1]) if tiles.split != "rows" else pl.ds(down, shape[0])
 
     def scope(allocations: Any, blocks: Any, mirrors: Any, arrived: Any) -> None:
