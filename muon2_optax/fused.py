@@ -60,10 +60,14 @@ def run(
         mine, before = jax.lax.optimization_barrier((mine, before))
         stack = _ready(members, mine, size, dtype)
         outputs = before = iterate(stack, chunks, interpret, members=filled)
+        # Two to XLA: in one pass it would turn some members and not others.
+        wide, tall = jax.lax.optimization_barrier((outputs, outputs))
         done, start = [], 0
         for y in members:
-            o = jax.lax.dynamic_slice_in_dim(outputs, places[start], len(y))[..., :n]
-            done.append(o if y.shape[1] == m else rows_major(o.mT))
+            turned = y.shape[1] != m
+            o = tall if turned else wide
+            o = jax.lax.dynamic_slice_in_dim(o, places[start], len(y))[..., :n]
+            done.append(rows_major(o.mT) if turned else o)
             start += len(y)
         return done
 
