@@ -86,26 +86,38 @@ def _ready(
     In few passes: each joins, multiplies and narrows its matrices, pads and turns them.
     """
     m, n = sorted(members[0].shape[-2:])
-    # Columns of zeros change nothing.
-    zeros = (0, -n % COLUMNS)
+
+    def scaled(y: jax.Array, first: int) -> jax.Array:
+        for f in factors:
+            y = y.astype(f.dtype) * f[first : first + len(y), None, None]
+        return y
+
     parts: list[jax.Array] = []
+    first = 0
     for _, run in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
         some = list(run)
-        # What is turned is joined at once: that pass takes any number.
-        parts += joined(some) if some[0].shape[1] == m else [jnp.concatenate(some)]
-    ready, first = [], 0
-    for i, y in enumerate(parts):
-        tall = y.shape[1] != m
-        last = first + len(y)
-        for f in factors:
-            y = y.astype(f.dtype) * f[first:last, None, None]
+        if some[0].shape[1] == m:
+            # One by one: a factor that varies along a stack is loaded for each element.
+            starts = itertools.accumulate(map(len, some), initial=first)
+            parts += joined([scaled(y, i) for y, i in zip(some, starts)])
+        else:
+            # All at once, as this pass takes any number.
+            parts.append(scaled(jnp.concatenate(some), first))
+        first += sum(map(len, some))
+    # Columns of zeros change nothing.
+    zeros = (0, -n % COLUMNS)
+    behind = [0] * (len(parts) - 1) + [size - first]
+    ready = []
+    for y, after in zip(parts, behind):
         y = rows_major(y.astype(dtype))
-        behind = (0, size - last if i + 1 == len(parts) else 0)
-        # Padded before it is turned: so the result is where it belongs.
-        y = jnp.pad(y, [behind, *((zeros, (0, 0)) if tall else ((0, 0), zeros))])
-        ready.append(y.mT if tall else y)
-        first = last
-    return jnp.concatenate(ready)
+        if y.shape[1] == m:
+            y = jnp.pad(y, [(0, after), (0, 0), zeros])
+        else:
+            # Padded before it is turned: so the result is where it belongs.
+            y = jnp.pad(y, [(0, after), zeros, (0, 0)]).mT
+        # As rows: XLA writes so many elements per thread as divide the lengths joined.
+        ready.append(y.reshape(-1, y.shape[-1]))
+    return jnp.concatenate(ready).reshape(size, m, -1)
 
 
 def fullest(most: int, m: int) -> int:
