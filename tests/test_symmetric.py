@@ -316,25 +316,55 @@ def test_zero_members_stay_zero_and_bad_ones_stay_alone(emulated):
     assert np.isfinite(got[[0, 3]]).all()
 
 
-def _joints(jaxpr):
-    """Operands of every concatenation, inside all calls too."""
+def _equations(jaxpr):
+    """All of them, inside all calls too."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "concatenate":
-            yield len(eqn.invars)
+        yield eqn
         for inner in eqn.params.values():
             if hasattr(inner, "jaxpr"):
-                yield from _joints(inner.jaxpr)
+                yield from _equations(inner.jaxpr)
+
+
+def _joints(fn, *args):
+    """Of every concatenation: how many operands, and their lengths."""
+    for eqn in _equations(jax.make_jaxpr(fn)(*args).jaxpr):
+        if eqn.primitive.name == "concatenate":
+            dim = eqn.params["dimension"]
+            yield len(eqn.invars), [v.aval.shape[dim] for v in eqn.invars]
 
 
 def test_no_more_than_ten_arrays_are_joined_at_once(emulated):
     """XLA for GPUs writes one element per thread from eleven on: the widest pass of a
     step would take three times as long. (One joint, of row sums, is small.)"""
     xs = [jnp.ones((128, 192))] * 29
-    jaxpr = jax.make_jaxpr(lambda *xs: _run(xs, size=100))(*xs)
-    assert sorted(_joints(jaxpr.jaxpr))[-2:] == [8, 29]
+    counts = [count for count, _ in _joints(lambda *xs: _run(xs, size=100), *xs)]
+    assert sorted(counts)[-2:] == [8, 29]
     pieces = [jnp.ones((1, 64, 96), jnp.float16)] * 29
-    jaxpr = jax.make_jaxpr(lambda *xs: parcels.packed(xs, jnp.ones(29), 8, 4))(*pieces)
-    assert max(_joints(jaxpr.jaxpr)) <= 10
+    packed = _joints(lambda *xs: parcels.packed(xs, jnp.ones(29), 8, 4), *pieces)
+    assert max(count for count, _ in packed) <= 10
+
+
+@pytest.mark.parametrize("count", [5, 7, 9, 18, 23])
+def test_what_is_joined_last_is_a_multiple_of_four_long(count, emulated):
+    """XLA for GPUs writes as many elements per thread, up to four, as divide the
+    lengths of what is joined after it has been narrowed."""
+    xs = [jnp.ones((128, 192))] * count + [jnp.ones((192, 128))] * 3
+    joints = list(_joints(lambda *xs: _run(xs, size=26), *xs))
+    inner, stack = [j for j in joints if j[1][0] > 1 and j[0] > 1], 26 * 128
+    assert [sum(lengths) for _, lengths in inner] == [stack]
+    assert not any(n % 4 for _, lengths in inner for n in lengths)
+
+
+def test_members_and_lots_are_one_program(emulated):
+    """A slice that begins at a constant would make XLA compile a pass for each."""
+    xs = [jnp.ones((128, 192))] * 9
+    jaxpr = jax.make_jaxpr(lambda *xs: _run(xs, size=4))(*xs)
+    slices = [
+        eqn.params["start_indices"]
+        for eqn in _equations(jaxpr.jaxpr)
+        if eqn.primitive.name == "slice" and eqn.invars[0].aval.dtype == jnp.float16
+    ]
+    assert not any(map(any, slices))
 
 
 def test_the_kernels_have_the_derivative_of_the_plain_path(on_hopper, monkeypatch):
