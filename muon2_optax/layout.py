@@ -1,5 +1,6 @@
 """How the matrices of a tree run: equal shapes as one batch, on any kind of mesh."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -37,28 +38,39 @@ def orthogonalize_leaves(
     ]
     results: list[Any] = [None] * len(leaves)
 
-    def in_place(*xs: jax.Array) -> list[jax.Array]:
-        blocks = [axes[i].to_blocks(x) for i, x in zip(local, xs)]
+    def in_place(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
+        blocks = [axes[i].to_blocks(x) for i, x in zip(members, xs)]
         done = iter(by_shape([b for leaf in blocks for b in leaf], plan, ns_dtype))
         return [
-            axes[i].from_blocks([next(done) for _ in b]) for i, b in zip(local, blocks)
+            axes[i].from_blocks([next(done) for _ in b])
+            for i, b in zip(members, blocks)
         ]
 
-    alone = all(on_one_device(leaves[i], shardings) for i in local)
-    with hopper.undivided(alone):
-        done = automatic(in_place, [leaves[i] for i in local])
-    for i, y in zip(local, done):
-        results[i] = y
-    for kind in dict.fromkeys(k for k in kinds if k is not None):
-        members = [i for i, k in enumerate(kinds) if k == kind]
-        done = exchange.orthogonalize(
-            [leaves[i] for i in members],
+    def by_compiler(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
+        return automatic(functools.partial(in_place, members), xs)
+
+    def exchanged(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
+        return exchange.orthogonalize(
+            xs,
             [axes[i] for i in members],
             [p for i in members if (p := places[i]) is not None],
             plan,
             ns_dtype,
         )
-        for i, y in zip(members, done):
+
+    alone = all(on_one_device(leaves[i], shardings) for i in local)
+    with hopper.undivided(alone):
+        done = by_compiler(local, *(leaves[i] for i in local))
+    for i, y in zip(local, done):
+        results[i] = y
+    for kind in dict.fromkeys(k for k in kinds if k is not None):
+        members = [i for i, k in enumerate(kinds) if k == kind]
+        # What travels in 16 bits travels as integers, which have no derivative.
+        run = hopper.differentiable(
+            functools.partial(exchanged, members),
+            functools.partial(by_compiler, members),
+        )
+        for i, y in zip(members, run(*(leaves[i] for i in members))):
             results[i] = y
     return results
 
