@@ -4,9 +4,7 @@ Persistent: each cluster of thread blocks takes every so many squares of the res
 One warpgroup copies tiles of A and B to shared memory, two multiply them.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -14,11 +12,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from muon2_optax.epilogue import BLOCK, Epilogue
 from muon2_optax.tiles import Tiles
-
-# Side of the blocks in which a tile leaves: 64 columns of 16 bits are the 128 bytes of
-# the widest swizzle.
-BLOCK = 64
 
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
@@ -43,6 +38,7 @@ def kernel(
     group = lax.axis_index("group")
     feed = functools.partial(_pipeline, tiles, full, a_hbm.shape[2] // tiles.depth)
     shape, (down, right) = _share(tiles, group)
+    # Read once, not for every block of every tile.
     factors = [factors[i] for i in range(1 + len(c_hbm))]
     mine = pl.ds(right, shape[1]) if tiles.split != "rows" else pl.ds(down, shape[0])
 
@@ -66,7 +62,7 @@ def kernel(
                 target = (goal[0], goal[1] + down, goal[2] + right)
 
                 def finish(acc: Any) -> None:
-                    epilogue = _Epilogue(
+                    epilogue = Epilogue(
                         factors, c_hbm, out_hbm, block, mirror, arrived, group, place,
                         target, shape,
                     )  # fmt: skip
@@ -200,92 +196,3 @@ def triangle(index: Any, count: int) -> tuple[Any, Any]:
         lax.select(below, row - even, half + column - (1 - even)),
         lax.select(below, column, half + row),
     )
-
-
-@dataclasses.dataclass
-class _Epilogue:
-    """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks."""
-
-    factors: Any
-    c_hbm: Sequence[Any]
-    out_hbm: Any
-    blocks: Any
-    mirror: Any
-    arrived: Any
-    group: Any
-    place: tuple[Any, Any, Any]  # of the tile in the addends: member, row, column
-    target: tuple[Any, Any, Any]  # and in the result
-    shape: tuple[int, int]
-
-    def _window(self, hbm: Any, n: int, tile: Any, mirrored: bool = False) -> Any:
-        """The n-th block of a tile."""
-        row, column = divmod(n, self.shape[1] // BLOCK)
-        row, column = tile[1] + row * BLOCK, tile[2] + column * BLOCK
-        row, column = (column, row) if mirrored else (row, column)
-        return hbm.at[tile[0], pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
-
-    def _fetch(self, n: int) -> None:
-        for which, source in enumerate(self.c_hbm):
-
-            @pl.when(self.factors[1 + which] != 0)
-            def _() -> None:
-                plgpu.copy_gmem_to_smem(
-                    self._window(source, n, self.place),  # noqa: B023
-                    self.blocks.at[n % 2, which],  # noqa: B023
-                    self._barrier(n, which),  # noqa: B023
-                )
-
-    def _barrier(self, n: int, which: int) -> Any:
-        return self.arrived.at[4 * which + self.group * 2 + n % 2]
-
-    def _plus(self, piece: Any, n: int, which: int) -> Any:
-        """The n-th block with its part of an addend."""
-        beta = self.factors[1 + which]
-
-        def some() -> Any:
-            plgpu.barrier_wait(self._barrier(n, which))
-            return piece + beta * self.blocks[n % 2, which].astype(jnp.float32)
-
-        return lax.cond(beta != 0, some, lambda: piece)
-
-    def start(self) -> None:
-        """Asks for the first addends; they arrive while the tile is multiplied."""
-        if self.c_hbm:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._fetch(0)
-            self._fetch(1)
-
-    def store(self, value: Any, off_diagonal: Any) -> None:
-        blocks = self.shape[0] * self.shape[1] // BLOCK**2
-        for n in range(blocks):
-            row, column = divmod(n * BLOCK, self.shape[1])
-            row *= BLOCK
-            piece = value[row : row + BLOCK, column : column + BLOCK] * self.factors[0]
-            for which in range(len(self.c_hbm)):
-                piece = self._plus(piece, n, which)
-            piece = piece.astype(self.out_hbm.dtype)
-            # There is one buffer for mirrors: the last block must have left it.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if self.c_hbm and 0 < n < blocks - 1:
-                self._fetch(n + 1)
-            self.blocks[n % 2, 0] = piece
-            if off_diagonal is not None:
-                self.mirror.T[...] = piece
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                self.blocks.at[n % 2, 0],
-                self._window(self.out_hbm, n, self.target),
-                commit_group=False,
-            )
-
-            if off_diagonal is not None:
-
-                @pl.when(off_diagonal)
-                def _() -> None:
-                    plgpu.copy_smem_to_gmem(
-                        self.mirror,
-                        self._window(self.out_hbm, n, self.target, mirrored=True),  # noqa: B023
-                        commit_group=False,
-                    )
-
-            plgpu.commit_smem_to_gmem_group()
