@@ -60,6 +60,24 @@ def test_symmetric_product(dtype, side, k, addends):
     reference.assert_symmetric_product(got, x, pairs, 0.25, jnp.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("addends", [0, 1, 2])
+@pytest.mark.parametrize("side", [768, 2048])
+def test_symmetric_product_of_some_members(side, addends):
+    """Those that are left out, and addends that are not there, are not read."""
+    if not hopper.available():
+        pytest.skip("the kernel is for Hopper GPUs")
+    x = _normal((5, side, side))
+    x = (x + x.mT) / side
+    x[3:] = np.nan
+    half = jnp.asarray(x, jnp.float16)
+    pairs = [(0.5 + i, half) for i in range(addends)]
+    tiles = fused.tiles_for(side)
+    got = symmetric.product(half, half, *pairs, members=3, tiles=tiles)[:3]
+    pairs = [(beta, c[:3]) for beta, c in pairs]
+    eps = jnp.finfo(jnp.float16).eps
+    reference.assert_symmetric_product(got, half[:3], pairs, 1.0, eps)
+
+
 @pytest.mark.parametrize("pieces", [None, (1, 2), (2, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize("side", [128, 256])
 def test_added(side, pieces):
