@@ -49,17 +49,15 @@ def run(
 
     # Not constants to XLA: what reads the k-th member is the same program for all k.
     places = jax.lax.optimization_barrier([jnp.int32(k) for k in range(size)])
-    before: jax.Array | None = None
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
-        nonlocal before
         filled = sum(map(len, members))
-        # One lot after the other: XLA would make two ready in one pass, and hold both.
-        # Factors of their own, so that these passes are the same program, too.
+        # Factors of each lot's own, behind a barrier: so the passes that make lots
+        # ready are one program, and XLA does not make two ready in one pass.
         mine = [f[first : first + filled] for f in factors]
-        mine, before = jax.lax.optimization_barrier((mine, before))
+        mine = jax.lax.optimization_barrier(mine)
         stack = _ready(members, mine, size, dtype)
-        outputs = before = iterate(stack, chunks, interpret, members=filled)
+        outputs = iterate(stack, chunks, interpret, members=filled)
         # Two to XLA: in one pass it would turn some members and not others.
         wide, tall = jax.lax.optimization_barrier((outputs, outputs))
         done, start = [], 0

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType
 
 # Arrays that are joined before anything is done to them: from 11 on, XLA for GPUs
 # writes one element per thread, at a third of the bandwidth.
@@ -71,3 +72,15 @@ def totals(parts: Sequence[jax.Array]) -> jax.Array:
 def rows_major(x: jax.Array) -> jax.Array:
     """Keeps XLA from storing ``x`` transposed, and all it is made of with it."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def varying_like(x: jax.Array, *operands: jax.Array) -> jax.Array:
+    """A kernel's result, as varying over a ``shard_map``'s axes as its operands are.
+
+    JAX does not tell so of kernels, and a ``shard_map`` that checks would refuse it.
+    """
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        for y in operands:
+            # XLA sees that both are the same; JAX that the choice depends on y.
+            x = jnp.where(y[(0,) * y.ndim] > 0, x, x)
+    return x

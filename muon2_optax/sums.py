@@ -12,6 +12,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from muon2_optax.stacks import varying_like
+
 # A thread block's tile, and how many of them below each other it takes.
 ROWS, COLUMNS, STEPS = 64, 64, 4
 # Tiles on their way to a thread block.
@@ -53,7 +55,7 @@ def of_squares(x: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Arra
         **({} if interpret is None else {"interpret": interpret}),
     )
     with jax.enable_x64(False):
-        rows, columns = kernel(x)
+        rows, columns = (varying_like(y, x) for y in kernel(x))
     return rows[..., :m], columns[..., :n]
 
 

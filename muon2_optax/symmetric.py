@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muon2_optax.stacks import varying_like
 from muon2_optax.tiles import Tiles as Tiles
 
 # Addends of the kernel for products of square matrices.
@@ -142,7 +143,7 @@ def _launched(
     )
     # Its indices are of 32 bits, also where Python's integers would become 64.
     with jax.enable_x64(False):
-        return kernel(factors, members, *operands)
+        return varying_like(kernel(factors, members, *operands), *operands)
 
 
 def processors() -> int:

@@ -527,6 +527,25 @@ def test_runs_on_every_device_of_a_mesh(devices, spec, monkeypatch):
 
 
 @needs_kernel
+@pytest.mark.parametrize("name", ["muon2", "muon2_f"])
+def test_in_a_shard_map_that_checks(name):
+    """Kernels do not tell JAX that their results vary over the mesh."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    rules = m2.MatrixRules(((r"", m2.MatrixAxes(-2, -1)),))
+    tx = m2.REGISTRY[name](0.1, rules=rules)
+    run = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g), g)[0],
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    g = {"w": jax.ShapeDtypeStruct((16, 1024, 1312), jnp.float32)}
+    with hopper.kernels(True):
+        text = jax.jit(run).trace(g).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+@needs_kernel
 def test_stays_off_where_the_compiler_would_divide_it(monkeypatch):
     """On Auto axes without shardings nobody knows: XLA would gather its operands."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
@@ -544,7 +563,8 @@ def test_stacks_are_bounded_and_alike(on_hopper):
     # Matrices of the same m share their kernels.
     assert size(72, (2048, 5472)) == size(96, (2048, 2048)) == 20
     assert size(24, (768, 3072)) == size(48, (768, 768)) == 31
-    assert size(5, (2048, 2048)) == 8
+    few = [size(n, (2048, 2048)) for n in (4, 5, 7, 9, 13, 17)]
+    assert few == [4, 8, 8, 16, 16, 20]
     assert size(1, (8192, 8192)) == 1
     assert size(40, (5120, 13824)) == 3
     assert size(24, (16384, 65536)) == 1
