@@ -172,10 +172,15 @@ LEAVES = {"w": (16, 32), "t": (32, 16), "v": (16, 32), "s": (2, 16, 32), "r": (1
 SPECS = {"w": P("x"), "t": P("x"), "v": P(None, "x"), "s": P(None, "x"), "r": P()}
 
 
-@KINDS
 @pytest.mark.parametrize(
-    "dtype",
-    ["float16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bfloat16", "f4"))],
+    "dtype, kind",
+    [
+        ("float16", EXPLICIT),
+        *(
+            pytest.param(dtype, kind, marks=pytest.mark.slow)
+            for dtype, kind in (("float16", AUTO), ("bfloat16", AUTO), ("f4", EXPLICIT))
+        ),
+    ],
 )
 def test_gradients_through_an_update(dtype, kind):
     """They were zero, without a word, where pieces travel in 16 bits."""

@@ -150,6 +150,7 @@ def test_killed_runs_on_a_gpu(tmp_path: Path, text_path: Path) -> None:
     killed_and_resumed(runs, kills=4, steps="60", seed=3)
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_a_finished_run_is_left_alone(runs: Runs) -> None:
     whole, folder = runs.root / "whole-120", runs.root / "signal"
     if not whole.exists():
