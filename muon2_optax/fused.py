@@ -125,11 +125,10 @@ def fullest(most: int, m: int) -> int:
     starting a kernel costs about a third of a round.
     """
     tiles = tiles_for(m)
-    squares = (m // tiles.side) * (m // tiles.side + 1) // 2
-    clusters = symmetric.processors() // tiles.cluster
+    at_once = symmetric.clusters(tiles)
 
     def cost(size: int) -> float:
-        return (-(-size * squares // clusters) + 1 / 3) / size
+        return (-(-size * tiles.squares(m) // at_once) + 1 / 3) / size
 
     return min(range(most, most // 2, -1), key=cost)
 

@@ -14,6 +14,7 @@ from muon2_optax import fused
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import Frobenius, Plan
 from muon2_optax.placement import Placement
+from muon2_optax.tiles import Tiles
 
 # Bytes of a stack's 16-bit matrices and of the four Gram matrices and products beside
 # each: what bounds the memory of a step. Matrices count as four times as wide as high,
@@ -128,8 +129,7 @@ def chunk_size(
         return None
     if any(row[0] == 0 for row in plan.rows):
         return None
-    squares = (m // 256) * (m // 256 + 1) // 2
-    if count * squares < 48:
+    if count * Tiles().squares(m) < 48:
         return None
     most = int(CHUNK / (2 * m * (max(n, 4 * m) + 4 * m)))
     size = fused.fullest(max(1, min(fused.JOINED, most)), m)

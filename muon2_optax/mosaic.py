@@ -1,4 +1,4 @@
-"""The body of the kernel in ``symmetric``, in Pallas for NVIDIA Hopper.
+"""The kernel of ``symmetric``, in Pallas for NVIDIA Hopper.
 
 Persistent: each cluster of thread blocks takes every so many squares of the results.
 One warpgroup copies tiles of A and B to shared memory, two multiply them.
@@ -7,15 +7,53 @@ One warpgroup copies tiles of A and B to shared memory, two multiply them.
 import functools
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from muon2_optax.epilogue import BLOCK, Epilogue
+from muon2_optax.stacks import varying_like
 from muon2_optax.tiles import Tiles
 
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+@functools.partial(jax.jit, static_argnames=("tiles", "clusters", "how", "cut"))
+def launch(
+    factors: jax.Array,
+    members: jax.Array,
+    *operands: jax.Array,
+    tiles: Tiles,
+    clusters: int,
+    how: Any,
+    cut: tuple[int, int] | None = None,
+) -> jax.Array:
+    """The symmetric product, or A B in pieces where ``cut`` says in how many."""
+    stack, m, _ = operands[0].shape
+    shape = (stack, m, m)
+    if cut is not None:
+        down, right = cut
+        shape = (down * right * stack, m // down, operands[1].shape[-1] // right)
+    run = plgpu.kernel(
+        functools.partial(kernel, tiles=tiles, cut=cut),
+        out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
+        grid=(clusters,),
+        grid_names=("clusters",),
+        cluster=(tiles.cluster,),
+        cluster_names=("part",),
+        # Two warpgroups multiply, a third one feeds them.
+        num_threads=3,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        **({} if how is None else {"interpret": how}),
+    )
+    # Its indices are of 32 bits, also where Python's integers would become 64.
+    with jax.enable_x64(False):
+        return varying_like(run(factors, members, *operands), *operands)
 
 
 def kernel(
@@ -148,7 +186,7 @@ def _counts(
     rows = a_hbm.shape[1] // tiles.side
     if cut is not None:
         return rows, rows * cut[1] * pl.cdiv(out_hbm.shape[2], tiles.side)
-    return rows, rows * (rows + 1) // 2
+    return rows, tiles.squares(a_hbm.shape[1])
 
 
 def _square(index: Any, *which: Any) -> tuple[Any, Any, Any]:

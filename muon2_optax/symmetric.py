@@ -6,13 +6,11 @@ computed, and each is stored twice: half the operations of a plain product. No l
 that XLA calls has this product for stacks of 16-bit matrices, so it is a Pallas kernel.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from muon2_optax.stacks import varying_like
 from muon2_optax.tiles import Tiles as Tiles
 
 # Addends of the kernel for products of square matrices.
@@ -99,54 +97,20 @@ def _counted(stack: jax.Array, members: int | None) -> jax.Array:
     return jnp.full(1, len(stack) if members is None else members, jnp.int32)
 
 
-def _call(*operands: jax.Array, **options: Any) -> jax.Array:
+def _call(*operands: jax.Array, tiles: Tiles, **options: Any) -> jax.Array:
     # Only here: importing Pallas takes a second, and fails where it is not built in.
-    # But not while the kernel is traced: JAX forgets then that it was.
-    import muon2_optax.mosaic  # noqa: F401
-
-    return _launched(*operands, **options)
-
-
-@functools.partial(jax.jit, static_argnames=("tiles", "how", "cut"))
-def _launched(
-    factors: jax.Array,
-    members: jax.Array,
-    *operands: jax.Array,
-    tiles: Tiles,
-    how: Any,
-    cut: tuple[int, int] | None = None,
-) -> jax.Array:
-    """The symmetric product, or A B in pieces where ``cut`` says in how many."""
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
+    # Not while the kernel is traced: JAX would forget then that it was.
     from muon2_optax import mosaic
 
-    stack, m, _ = operands[0].shape
-    shape = (stack, m, m)
-    if cut is not None:
-        down, right = cut
-        shape = (down * right * stack, m // down, operands[1].shape[-1] // right)
-    kernel = plgpu.kernel(
-        functools.partial(mosaic.kernel, tiles=tiles, cut=cut),
-        out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
-        grid=(processors() // tiles.cluster,),
-        grid_names=("clusters",),
-        cluster=(tiles.cluster,),
-        cluster_names=("part",),
-        # Two warpgroups multiply, a third one feeds them.
-        num_threads=3,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-        **({} if how is None else {"interpret": how}),
-    )
-    # Its indices are of 32 bits, also where Python's integers would become 64.
-    with jax.enable_x64(False):
-        return varying_like(kernel(factors, members, *operands), *operands)
+    return mosaic.launch(*operands, tiles=tiles, clusters=clusters(tiles), **options)
 
 
-def processors() -> int:
+def clusters(tiles: Tiles) -> int:
+    """How many run at once."""
+    return _processors() // tiles.cluster
+
+
+def _processors() -> int:
     """Multiprocessors of the GPU at hand, or of an H100 where there is none."""
     device = jax.devices()[0]
     return getattr(device, "core_count", 0) if device.platform == "gpu" else 132

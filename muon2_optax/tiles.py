@@ -26,3 +26,8 @@ class Tiles:
     @property
     def cluster(self) -> int:
         return self.side // self.rows
+
+    def squares(self, m: int) -> int:
+        """Of the lower triangle of an (m, m) matrix."""
+        rows = m // self.side
+        return rows * (rows + 1) // 2

@@ -39,7 +39,7 @@ def interpret(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu
 
     # As few simulated multiprocessors as make more than one take part.
-    monkeypatch.setattr(symmetric, "processors", lambda: 2)
+    monkeypatch.setattr(symmetric, "_processors", lambda: 2)
     return mosaic_gpu.InterpretGPUParams()
 
 
