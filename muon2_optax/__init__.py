@@ -28,11 +28,11 @@ from muon2_optax.optimizers import muon2_f as muon2_f
 from muon2_optax.optimizers import muon_bp as muon_bp
 from muon2_optax.optimizers import normuon as normuon
 from muon2_optax.optimizers import teon as teon
+from muon2_optax.orthogonalize import newton_schulz as newton_schulz
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize as newton_schulz_orthogonalize,
 )
 from muon2_optax.placement import Shardings as Shardings
-from muon2_optax.polar import newton_schulz as newton_schulz
 from muon2_optax.rescaling import keep_norm as keep_norm
 from muon2_optax.rescaling import (
     scale_by_neuron_second_moment as scale_by_neuron_second_moment,

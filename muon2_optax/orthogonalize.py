@@ -1,4 +1,4 @@
-"""The transform that replaces every matrix by its approximate polar factor."""
+"""Replacing matrices by their approximate polar factors: a function and a transform."""
 
 from typing import Any
 
@@ -7,9 +7,48 @@ import jax.numpy as jnp
 import optax
 
 from muon2_optax import coefficients, layout, trees
-from muon2_optax.axes import ResolvedAxes
+from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.placement import Shardings, checked
 from muon2_optax.rules import MatrixRules
+
+
+def newton_schulz(
+    x: jax.Array,
+    ns_steps: int = 3,
+    ns_coeffs: Any = "keller",
+    *,
+    ns_dtype: Any = None,
+) -> jax.Array:
+    """Approximate polar factor of every matrix of a stack.
+
+    Args:
+      x: array (..., m, n) of any float or complex dtype; each of the leading indices is
+        a matrix of its own. A zero matrix gives exactly zero. A matrix with a
+        non-finite entry gives NaN and leaves the others of the stack alone.
+      ns_steps: iterations K; 0 only normalizes.
+      ns_coeffs: name of a schedule, a ``Schedule``, a triple or a (K, 3) table; see
+        ``coefficients.resolve``.
+      ns_dtype: dtype of the iteration's products. None: float16 on GPU, bfloat16 on
+        TPU, float32 on CPU, by the platform that the program is compiled for; float64
+        and complex inputs keep their own precision. The norm is taken in float32 or
+        better in any case, and float32 products never use TF32 or bfloat16 passes.
+
+    Returns:
+      Array of the shape, dtype and sharding of ``x``. Matrices that Explicit axes
+      divide travel in two all-to-alls, as in ``newton_schulz_orthogonalize``.
+
+    Raises:
+      ValueError: fewer than two axes, an unsuitable schedule, or a dtype that is not
+        floating point.
+
+    References:
+      Jordan et al. 2024, github.com/KellerJordan/Muon; the paper's eq. for Q_NS.
+    """
+    if x.ndim < 2:
+        raise ValueError(f"newton_schulz needs (..., m, n), got shape {x.shape}")
+    plan = coefficients.resolve(ns_coeffs, ns_steps)
+    axes = MatrixAxes(-2, -1).resolve(x.shape)
+    return layout.orthogonalize_leaves(["x"], [x], [axes], plan, ns_dtype, None)[0]
 
 
 def newton_schulz_orthogonalize(

@@ -91,6 +91,10 @@ class Shardings:
     def auto_mesh(self) -> Mesh | AbstractMesh:
         """The mesh with Auto axes, the only ones for which the optimizer asks it."""
         mesh, types = self.mesh, (AxisType.Auto,) * len(self.mesh.axis_names)
+        here = jax.sharding.get_abstract_mesh()
+        if isinstance(mesh, AbstractMesh) and here.shape_tuple == mesh.shape_tuple:
+            # The mesh that is set may know its devices' kind, and JAX compares that.
+            mesh = here
         if mesh.axis_types == types:
             return mesh
         if isinstance(mesh, Mesh):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon2_optax import coefficients, dtypes, fused, hopper
+from muon2_optax import dtypes, fused, hopper
 from muon2_optax.coefficients import AOL, Normalization, Plan
 from muon2_optax.iteration import adjoint, iterate, runs
 from muon2_optax.stacks import in_lots
@@ -22,43 +22,6 @@ from muon2_optax.stacks import in_lots
 # Bytes of matrices, in the dtype of the iteration, that run at once, to bound the
 # memory of a step. Smaller lots would make larger programs.
 LOT = 1.5e9
-
-
-def newton_schulz(
-    x: jax.Array,
-    ns_steps: int = 3,
-    ns_coeffs: Any = "keller",
-    *,
-    ns_dtype: Any = None,
-) -> jax.Array:
-    """Approximate polar factor of every matrix of a stack.
-
-    Args:
-      x: array (..., m, n) of any float or complex dtype; each of the leading indices is
-        a matrix of its own. A zero matrix gives exactly zero. A matrix with a
-        non-finite entry gives NaN and leaves the others of the stack alone.
-      ns_steps: iterations K; 0 only normalizes.
-      ns_coeffs: name of a schedule, a ``Schedule``, a triple or a (K, 3) table; see
-        ``coefficients.resolve``.
-      ns_dtype: dtype of the iteration's products. None: float16 on GPU, bfloat16 on
-        TPU, float32 on CPU, by the platform that the program is compiled for; float64
-        and complex inputs keep their own precision. The norm is taken in float32 or
-        better in any case, and float32 products never use TF32 or bfloat16 passes.
-
-    Returns:
-      Array of the shape and dtype of ``x``.
-
-    Raises:
-      ValueError: fewer than two axes, an unsuitable schedule, or a dtype that is not
-        floating point.
-
-    References:
-      Jordan et al. 2024, github.com/KellerJordan/Muon; the paper's eq. for Q_NS.
-    """
-    if x.ndim < 2:
-        raise ValueError(f"newton_schulz needs (..., m, n), got shape {x.shape}")
-    plan = coefficients.resolve(ns_coeffs, ns_steps)
-    return orthogonalize([x], plan, ns_dtype)[0]
 
 
 def orthogonalize(
