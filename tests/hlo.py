@@ -32,3 +32,8 @@ def loops(compiled):
 def flops(compiled):
     cost = compiled.cost_analysis()
     return (cost[0] if isinstance(cost, (list, tuple)) else cost)["flops"]
+
+
+def dot_generals(text):
+    """The lines of a lowered program's products."""
+    return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
