@@ -1,0 +1,61 @@
+"""The symmetric kernels where there is no Hopper GPU: their marks, their arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from muon2_optax import coefficients, hopper, symmetric
+
+PLAN = coefficients.resolve("keller", 3)
+
+needs_kernel = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11"
+)
+
+
+def stack(shape, seed=0, dtype=np.float16):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def orthogonal(n, seed=0):
+    return np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))[0]
+
+
+def _computed(out, members):
+    """What is behind the members that are asked for must not be used."""
+    return out if members is None else out.at[members:].set(jnp.nan)
+
+
+def _product(a, b, *addends, alpha=1.0, members=None, tiles=None, interpret=None):
+    """The kernel's arithmetic: 16-bit operands, float32 inside, one rounding."""
+    wide = [v.astype(jnp.float32) for v in (a, b)]
+    out = alpha * jnp.matmul(wide[0], wide[1].mT, precision="highest")
+    out = out + sum(beta * c.astype(jnp.float32) for beta, c in addends)
+    return _computed(out.astype(a.dtype), members)
+
+
+def _added(p, x, *, pieces=None, members=None, tiles=None, interpret=None):
+    wide = jnp.matmul(p.astype(jnp.float32), x.astype(jnp.float32), precision="highest")
+    out = _computed((x.astype(jnp.float32) + wide).astype(x.dtype), members)
+    return out if pieces is None else reference.in_pieces(out, *pieces)
+
+
+# The names of fixtures differ from the functions', which modules import, so that the
+# tests' arguments do not shadow imports.
+@pytest.fixture(name="emulated")
+def emulated_products(monkeypatch):
+    monkeypatch.setattr(symmetric, "product", _product)
+    monkeypatch.setattr(symmetric, "added", _added)
+
+
+@pytest.fixture(name="on_hopper")
+def hopper_branch():
+    """As in the branch of a program that Hopper GPUs run."""
+    token = hopper._cuda.set(True)
+    try:
+        with hopper.kernels(True):
+            yield
+    finally:
+        hopper._cuda.reset(token)

@@ -1,0 +1,137 @@
+"""When programs use the kernels: lowered for CUDA, and the size of stacks."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from kernels import PLAN, hopper_branch, needs_kernel  # noqa: F401
+
+import muon2_optax as m2
+from muon2_optax import coefficients, hopper, polar
+
+
+def _lowered(on, shapes, **options):
+    def fn(*xs):
+        with hopper.kernels(on):
+            return polar.orthogonalize(xs, PLAN, **options)
+
+    xs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    return jax.jit(fn).trace(*xs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_kernel
+def test_lowers_for_cuda():
+    text = _lowered(True, [(8, 1024, 1312), (1312, 1024)])
+    # The Gram form of three steps: ten products that are symmetric, one that is not.
+    assert "mosaic_gpu" in text and "dot_general" not in text
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", [(8, 1024, 1312), (16, 1024, 1024)], ids=str)
+def test_lowers_for_cuda_under_x64(shape):
+    with jax.enable_x64(True):
+        assert "mosaic_gpu" in _lowered(True, [shape])
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "on, shapes, options",
+    [
+        (False, [(8, 1024, 1312)], {}),
+        (True, [(8, 1000, 1312)], {}),
+        (True, [(768, 768)], {}),
+        (True, [(8, 1024, 1312)], {"ns_dtype": jnp.float32}),
+    ],
+    ids=["off", "odd", "few", "float32"],
+)
+def test_stock_products_elsewhere(on, shapes, options):
+    assert "mosaic_gpu" not in _lowered(on, shapes, **options)
+
+
+def _lowered_on(mesh, spec, shardings, monkeypatch):
+    """The program of eight matrices (1024, 1312), as Hopper GPUs would get it."""
+    monkeypatch.setattr(hopper, "available", lambda: True)
+    sharding = NamedSharding(mesh, spec)
+    tree = {
+        f"w{i}": jax.ShapeDtypeStruct((1024, 1312), jnp.float32, sharding=sharding)
+        for i in range(16)
+    }
+    tx = m2.newton_schulz_orthogonalize(
+        3, shardings=m2.Shardings.of(tree) if shardings else None
+    )
+    step = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])
+    return step.trace(tree).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_kernel
+@pytest.mark.parametrize("devices, spec", [(1, P()), (2, P("x")), (2, P())])
+def test_runs_on_every_device_of_a_mesh(devices, spec, monkeypatch):
+    """Also on one device of a machine that has more, and inside the exchange."""
+    mesh = jax.make_mesh(
+        (devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    assert "mosaic_gpu" in _lowered_on(mesh, spec, True, monkeypatch)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ["muon2", "muon2_f"])
+def test_in_a_shard_map_that_checks(name):
+    """Kernels do not tell JAX that their results vary over the mesh."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    rules = m2.MatrixRules(((r"", m2.MatrixAxes(-2, -1)),))
+    tx = m2.REGISTRY[name](0.1, rules=rules)
+    run = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g), g)[0],
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    g = {"w": jax.ShapeDtypeStruct((16, 1024, 1312), jnp.float32)}
+    with hopper.kernels(True):
+        text = jax.jit(run).trace(g).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+@needs_kernel
+def test_stays_off_where_the_compiler_would_divide_it(monkeypatch):
+    """On Auto axes without shardings nobody knows: XLA would gather its operands."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    assert "mosaic_gpu" not in _lowered_on(mesh, P("x"), False, monkeypatch)
+
+
+def test_is_off_without_a_hopper_gpu():
+    if jax.default_backend() != "gpu":
+        assert not hopper.available()
+
+
+def test_stacks_are_bounded_and_alike(on_hopper):
+    half = jnp.dtype(jnp.float16)
+    size = functools.partial(hopper.chunk_size, plan=PLAN, dtype=half)
+    # Matrices of the same m share their kernels.
+    assert size(72, (2048, 5472)) == size(96, (2048, 2048)) == 20
+    assert size(24, (768, 3072)) == size(48, (768, 768)) == 31
+    few = [size(n, (2048, 2048)) for n in (4, 5, 7, 9, 13, 17)]
+    assert few == [4, 8, 8, 16, 16, 20]
+    assert size(1, (8192, 8192)) == 1
+    assert size(40, (5120, 13824)) == 3
+    assert size(24, (16384, 65536)) == 1
+    for count, m, n in [(72, 2048, 5472), (99, 768, 768), (3, 4096, 4096)]:
+        stack = size(count, (m, n))
+        assert stack == 1 or stack * 2 * m * (n + 4 * m) <= 1.4e9
+        assert stack < 2 * count
+    aol = coefficients.resolve("turbo", 3)
+    assert hopper.chunk_size(72, (2048, 5472), aol, half) is None
+
+
+def test_importing_the_package_does_not_import_pallas():
+    code = (
+        "import sys, muon2_optax; "
+        "sys.exit(any(m.startswith('jax.experimental.pallas') for m in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
