@@ -10,6 +10,7 @@ import muon2_optax as m2
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 KINDS = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+STACKS = m2.MatrixRules((("stack", m2.MatrixAxes(-2, -1)),))
 
 
 def mesh_of(shape, names, kind):
