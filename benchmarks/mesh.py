@@ -21,7 +21,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import muon2_optax as m2
-from benchmarks import models, overlap, record, timing
+from benchmarks import models, overlap, record, timing, traces
 from benchmarks.sharded import compile_step
 from examples.cost import collectives
 
@@ -84,9 +84,9 @@ def overlap_of(
     if contender.mesh.size == 1:
         return {}
     keep = args.traces and args.traces / f"{contender.name}_{mesh_name}"
-    found = overlap.of_step(contender.step, *contender.operands(), args.chain, keep)
+    gpus = traces.of_step(contender.step, *contender.operands(), args.chain, keep)
     gc.collect()
-    return found
+    return overlap.milliseconds(gpus, args.chain)
 
 
 def main() -> None:

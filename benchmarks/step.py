@@ -55,13 +55,15 @@ class JaxContender:
         memory = self.step.memory_analysis()
         self.temp_mb = getattr(memory, "temp_size_in_bytes", 0) / 1e6
 
-    def times(self, repeats: int, chain: int) -> list[float]:
-        """Milliseconds of a step on normal gradients."""
+    def operands(self) -> tuple[Any, Any, list[Any]]:
+        """Parameters and state at the start, and normal gradients."""
         normal = jax.jit(jax.random.normal, static_argnums=1)
-        grads = timing.gradients(normal, self.shapes)
         params = {k: jnp.zeros(s) for k, s in self.shapes.items()}
-        state = self.tx.init(params)
-        return timing.of_step(self.step, params, state, grads, repeats, chain)
+        return params, self.tx.init(params), timing.gradients(normal, self.shapes)
+
+    def times(self, repeats: int, chain: int) -> list[float]:
+        """Milliseconds of a step."""
+        return timing.of_step(self.step, *self.operands(), repeats, chain)
 
 
 class TorchContender:

@@ -1,10 +1,12 @@
 """What the benchmarks compute from what they measure."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import overlap
+from benchmarks import overlap, profile, traces
 
 
 @pytest.mark.parametrize(
@@ -24,4 +26,27 @@ def test_exposed_is_where_nothing_works(moving, working, want):
 def test_a_trace_without_a_gpu_says_nothing(tmp_path):
     step = jax.jit(lambda p, s, g: (p - g, s + 1))
     x = jnp.ones(3)
-    assert overlap.of_step(step, x, x, [x], 2, tmp_path) == {}
+    gpus = traces.of_step(step, x, x, [x], 2, tmp_path)
+    assert gpus == [] and overlap.milliseconds(gpus, 2) == {}
+
+
+def test_communication_is_told_by_its_name():
+    events = [("loop_fusion", (0, 2e6)), ("MemcpyP2P", (1e6, 4e6))]
+    want = {"exposed_ms": 1, "communication_ms": 1.5, "computing_ms": 1}
+    assert overlap.milliseconds([events, events[:1]], 2) == want
+
+
+def test_programs_of_one_kind_are_counted_together():
+    events = [("mul_fusion_3", (0, 1e6)), ("mul_fusion_12", (1e6, 4e6))] * 2
+    events += [("small.1", (4e6, 4.1e6))]
+    assert profile.programs(events, 2) == {"mul_fusion": [2, 4.0]}
+
+
+def test_a_profile_leaves_a_line(tmp_path, monkeypatch):
+    out = tmp_path / "profile.jsonl"
+    argv = "profile --model tiny --repeats 1 --chain 1 --steps 1 --optimizers".split()
+    monkeypatch.setattr("sys.argv", [*argv, "muon K=3", "--out", str(out)])
+    profile.main()
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert line["optimizer"] == "muon K=3" and line["ms"] > 0
+    assert line["programs"] == {} and line["busy_ms"] == 0  # no GPU here
