@@ -24,7 +24,7 @@ def test_factored_is_exact_on_rank_one_squares(low, high):
 
 
 def test_factored_is_not_the_full_form():
-    """Off rank one they differ: the oracles of test_moments tell one from the other."""
+    """Off rank one they differ: tests against the oracles tell one from the other."""
     grads = gradients((5, 7))
     full, factored = (np.stack(oracle(grads)) for _, oracle in TRANSFORMS.values())
     assert relative_error(factored, full) > 0.1

@@ -67,7 +67,7 @@ def test_all_entries_at_the_end_of_the_range(dtype, value, ns_dtype):
     """Squares and their sum (64 times as large) would leave the range of 16 bits."""
     signs = np.sign(normal((64, 64)))
     got = newton_schulz(jnp.asarray(signs * value, dtype), 3, ns_dtype=ns_dtype)
-    # 16-bit products, as for the Gaussian matrix of test_newton_schulz; the rest is less.
+    # 16-bit products, as for test_newton_schulz's Gaussian matrix; the rest is less.
     assert relative_error(got, reference.keller(signs, 3)) < 0.06
 
 
