@@ -19,8 +19,8 @@ def normal(shape, seed=0, dtype=np.float64):
     return x.astype(dtype)
 
 
-def normal32(shape, seed=0, dtype=np.float32):
-    return normal(shape, seed, dtype)
+def normal32(shape, seed=0):
+    return normal(shape, seed, np.float32)
 
 
 def with_spectrum(shape, singular_values, seed=1):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matrices import normal32, svd
+from matrices import normal, normal32, svd
 from reference import KELLER
 
 from muon2_optax import diagnostics
@@ -18,7 +18,7 @@ SHAPES = [(5, 8), (8, 5), (2, 3, 4, 6)]
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_singular_values(shape, dtype):
-    x = normal32(shape, dtype=np.dtype(dtype))
+    x = normal(shape, dtype=np.dtype(dtype))
     got = jax.jit(diagnostics.singular_values)(jnp.asarray(x))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, svd(x)[1], rtol=3e-6, atol=3e-6)
@@ -69,7 +69,7 @@ def test_a_vector_is_refused():
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_cosine_of_a_mapped_spectrum(shape, dtype):
-    u, s, vh = svd(normal32(shape, 1, np.dtype(dtype)))
+    u, s, vh = svd(normal(shape, 1, np.dtype(dtype)))
     y = np.cos(3 * s)  # any values, of both signs
     x = (u * s[..., None, :]) @ vh
     o = (u * y[..., None, :]) @ vh
@@ -107,7 +107,7 @@ def test_only_the_broken_matrix_of_a_stack_is_nan():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 def test_orthogonality_error(shape, dtype):
-    q = 0.4 * normal32(shape, 3, np.dtype(dtype))
+    q = 0.4 * normal(shape, 3, np.dtype(dtype))
     deviation = np.abs(svd(q)[1] ** 2 - 1)
     for norm, want in {
         "mean": deviation.mean(-1),
