@@ -30,15 +30,16 @@ def exposed(moving: Sequence[Interval], working: Sequence[Interval]) -> float:
     return length([*moving, *working]) - length(working)
 
 
+def _communicates(name: str) -> bool:
+    return any(word in name.lower() for word in COMMUNICATION)
+
+
 def milliseconds(gpus: Sequence[Sequence[Event]], steps: int) -> dict[str, float]:
     """Per step, on the GPU where it is longest: ``{}`` where no GPU was traced."""
     found = []
     for events in gpus:
-        sides: tuple[list[Interval], list[Interval]] = [], []
-        for name, span in events:
-            moves = any(word in name.lower() for word in COMMUNICATION)
-            sides[0 if moves else 1].append(span)
-        moving, working = sides
+        moving = [span for name, span in events if _communicates(name)]
+        working = [span for name, span in events if not _communicates(name)]
         found.append((exposed(moving, working), length(moving), length(working)))
     if not found:
         return {}
