@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from matrices import normal
 
 from muon2_optax import coefficients, hopper, symmetric
 
@@ -16,7 +17,7 @@ needs_kernel = pytest.mark.skipif(
 
 
 def stack(shape, seed=0, dtype=np.float16):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+    return normal(shape, seed, dtype)
 
 
 def orthogonal(n, seed=0):

@@ -34,10 +34,6 @@ def scalar_newton_schulz(s, triples):
     return s
 
 
-def compose(triples, s):
-    return scalar_newton_schulz(s, triples)
-
-
 def newton_schulz(x, triples, *, eps=0.0):
     """U p(s / (||s|| + eps)) V^H of every matrix of a stack (..., m, n)."""
     x = wide(x)

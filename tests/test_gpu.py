@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from matrices import normal32
 from reference import relative_error
 
 import muon2_optax as m2
@@ -24,16 +25,12 @@ pytestmark = [
 HALF = 3e-3
 
 
-def _normal(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     "shape", [(8, 768, 768), (8, 768, 1100), (6, 1280, 1024), (3, 1024, 3000)], ids=str
 )
 def test_newton_schulz(shape, steps):
-    x = _normal(shape)
+    x = normal32(shape)
     got = jax.jit(lambda x: m2.newton_schulz(x, steps))(x)
     want = reference.keller(x, steps)
     # Each further step multiplies the errors of small singular values by up to 3.4.
@@ -41,7 +38,7 @@ def test_newton_schulz(shape, steps):
 
 
 def test_kernels_run_where_the_card_has_them():
-    x = jnp.asarray(_normal((8, 768, 1100)))
+    x = jnp.asarray(normal32((8, 768, 1100)))
     text = jax.jit(lambda x: m2.newton_schulz(x, 3)).lower(x).as_text()
     assert ("mosaic_gpu" in text) == hopper.available()
 
@@ -52,8 +49,8 @@ def test_kernels_run_where_the_card_has_them():
 def test_symmetric_product(dtype, side, k, addends):
     if not hopper.available():
         pytest.skip("the kernel is for Hopper GPUs")
-    x = jnp.asarray(_normal((3, side, k)), dtype)
-    cs = [_normal((3, side, side), 1 + i) for i in range(addends)]
+    x = jnp.asarray(normal32((3, side, k)), dtype)
+    cs = [normal32((3, side, side), 1 + i) for i in range(addends)]
     pairs = [(0.5 + i, jnp.asarray(c + c.mT, dtype)) for i, c in enumerate(cs)]
     tiles = fused.tiles_for(side)
     got = symmetric.product(x, x, *pairs, alpha=0.25, tiles=tiles)
@@ -66,7 +63,7 @@ def test_symmetric_product_of_some_members(side, addends):
     """Those that are left out, and addends that are not there, are not read."""
     if not hopper.available():
         pytest.skip("the kernel is for Hopper GPUs")
-    x = _normal((5, side, side))
+    x = normal32((5, side, side))
     x = (x + x.mT) / side
     x[3:] = np.nan
     half = jnp.asarray(x, jnp.float16)
@@ -86,7 +83,7 @@ def test_added(side, pieces):
     tiles = symmetric.Tiles() if side == 256 else fused.SMALL
     down, right = pieces or (1, 1)
     m, n = 4 * side * down, 704 * right
-    p, x = _normal((5, m, m)) / m, _normal((5, m, n), 1)
+    p, x = normal32((5, m, m)) / m, normal32((5, m, n), 1)
     half = [jnp.asarray(v, jnp.float16) for v in (p, x)]
     got = symmetric.added(*half, pieces=pieces, tiles=tiles)
     p, x = (np.asarray(v, np.float64) for v in half)
@@ -97,7 +94,7 @@ def test_added(side, pieces):
 
 
 def test_zero_and_bad_members():
-    x = _normal((8, 768, 1024))
+    x = normal32((8, 768, 1024))
     x[1] = 0
     x[2, 3, 4] = np.nan
     got = np.asarray(jax.jit(lambda x: m2.newton_schulz(x, 3))(x))
@@ -108,15 +105,15 @@ def test_zero_and_bad_members():
 @pytest.mark.parametrize("name", ["muon", "muon2", "muon2_f"])
 def test_steps_equal_those_in_float32(name):
     """Three steps on both paths; updates differ by the rounding of float16."""
-    params = {f"w{i}": jnp.asarray(_normal((768, 1024), i)) for i in range(10)}
-    params |= {"head": jnp.asarray(_normal((64, 768))), "bias": jnp.ones(768)}
+    params = {f"w{i}": jnp.asarray(normal32((768, 1024), i)) for i in range(10)}
+    params |= {"head": jnp.asarray(normal32((64, 768))), "bias": jnp.ones(768)}
 
     def run(**options):
         tx = m2.REGISTRY[name](0.02, **options)
         step = jax.jit(tx.update)
         state, total = tx.init(params), jax.tree.map(jnp.zeros_like, params)
         for seed in range(3):
-            grads = {k: jnp.asarray(_normal(p.shape, seed)) for k, p in params.items()}
+            grads = {k: jnp.asarray(normal32(p.shape, seed)) for k, p in params.items()}
             updates, state = step(grads, state, params)
             total = optax.apply_updates(total, updates)
         return total
@@ -134,7 +131,7 @@ def test_row_and_column_means(dtype, shape):
     """Matrices that end inside a tile, too."""
     rules = m2.MatrixRules((("w", m2.MatrixAxes(-2, -1)),))
     tx = m2.factorized_second_moment(b2=0.0, rules=rules)
-    g = {"w": jnp.asarray(_normal(shape), dtype)}
+    g = {"w": jnp.asarray(normal32(shape), dtype)}
     state = jax.jit(lambda g: tx.update(g, tx.init(g))[1])(g)
     square = np.square(np.asarray(g["w"], np.float64))
     for got, axis in ((state.nu_row, -1), (state.nu_col, -2)):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from histories import run
 from reference import relative_error
 
 import muon2_optax as m2
@@ -25,19 +26,9 @@ def _build(name, **kw):
     return CORE[name](1.0, **({} if name == "muon" else {"eps": 0.0}), **kw)
 
 
-@functools.cache
-def _scan(tx):
-    def body(state, g):
-        updates, state = tx.update({"w": g}, state, {"w": g})
-        return state, updates["w"]
-
-    return jax.jit(functools.partial(jax.lax.scan, body))
-
-
 def _run(tx, grads):
     """The updates of one leaf "w", stacked over the steps."""
-    grads = jnp.asarray(grads)
-    return np.asarray(_scan(tx)(tx.init({"w": grads[0]}), grads)[1])
+    return np.asarray(run(tx, grads)[0])
 
 
 def _shape(rng):

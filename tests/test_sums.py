@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from matrices import normal32
 from meshes import AUTO, EXPLICIT, mesh_of, place
 
 import muon2_optax as m2
@@ -31,10 +32,6 @@ def interpreted(monkeypatch):
     return kernel
 
 
-def _normal(shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 def _moments(axes, **options):
     """Known to be on one device, of which the tests have several."""
     mesh = mesh_of((1,), ("x",), AUTO)
@@ -56,7 +53,7 @@ def _close(got, want):
 )
 def test_sums_of_squares(shape, dtype, interpreted):
     """Whole tiles, and matrices that end inside one."""
-    x = jnp.asarray(_normal(shape), dtype)
+    x = jnp.asarray(normal32(shape), dtype)
     rows, columns = interpreted(x)
     want = np.square(np.asarray(x, np.float64)) / max(shape[1:])
     _close(rows.sum(1), want.sum(2))
@@ -91,7 +88,7 @@ CASES = {
 @pytest.mark.parametrize("scale", [1.0, 1e-15, 1e15, 3e20])
 def test_statistics(scale, shape, axes, interpreted, as_for_cuda):
     tx = _moments(axes, b2=0.0)
-    g = _normal(shape) * np.float32(scale)
+    g = normal32(shape) * np.float32(scale)
     state = tx.update({"w": g}, tx.init({"w": g}))[1]
     square = np.minimum(np.square(g, dtype=np.float64), 1e38)
     resolved = axes.resolve(shape)
@@ -105,7 +102,7 @@ def test_statistics(scale, shape, axes, interpreted, as_for_cuda):
 
 def test_bad_values_stay_in_their_matrix(interpreted, as_for_cuda):
     tx = _moments(m2.MatrixAxes(-2, -1))
-    g = _normal((3, 64, 96))
+    g = normal32((3, 64, 96))
     g[1, 5, 7] = np.nan
     row = np.asarray(tx.update({"w": g}, tx.init({"w": g}))[1].nu_row["w"])
     assert np.isnan(row[1, 5]) and np.isfinite(row[[0, 2]]).all()
@@ -131,7 +128,7 @@ def test_on_a_mesh(spec, name, types, as_for_cuda, monkeypatch):
     shape = (*shape[:-2], 64, 256)
     spec = PartitionSpec(*(None,) * (len(shape) - 2), *spec)
     mesh = mesh_of((4, 2), ("x", "y"), types)
-    g = place({"w": _normal(shape)}, mesh, {"w": spec})
+    g = place({"w": normal32(shape)}, mesh, {"w": spec})
     known = m2.Shardings.of(g) if types == AUTO else None
     tx = m2.factorized_second_moment(
         b2=0.0, rules=m2.MatrixRules((("w", axes),)), shardings=known
@@ -164,7 +161,7 @@ def test_the_kernel_has_the_derivative_of_the_plain_path(as_for_cuda, monkeypatc
         state = tx.update({"w": g}, tx.init({"w": g}))[1]
         return jnp.sum(state.nu_row["w"]) + jnp.sum(state.nu_col["w"])
 
-    g = jnp.asarray(_normal((64, 96)))
+    g = jnp.asarray(normal32((64, 96)))
     got = jax.grad(total)(g)
     np.testing.assert_allclose(got, 2 * g * (1 / 96 + 1 / 64), rtol=1e-5)
 
