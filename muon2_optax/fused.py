@@ -37,58 +37,63 @@ def run(
     dtype: jnp.dtype,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Normalizes and iterates the matrices of all stacks, in stacks of ``size``.
+    """Normalizes and iterates the matrices of all stacks, in stacks of ``size`` panels.
 
-    Where a lot has fewer members its stack ends with what is not computed: lots of all
-    lengths, and the matrices of all n, then share their compiled kernels.
+    A panel has as many columns as rows, so that stacks of matrices of all n have the
+    shape of their Gram matrices, and share their kernels. A stack ends with panels that
+    are not computed where a lot has fewer members: lots of all lengths share them too.
     """
     m, n = sorted(matrices[0].shape[-2:])
-    flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
+    each = symmetric.panels(m, n)
+    # Those of one form in a row: fewer passes, and more of them the same.
+    order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape[-2] != m)
+    flat = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in order]
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
     # Not constants to XLA: what reads the k-th member is the same program for all k.
-    places = jax.lax.optimization_barrier([jnp.int32(k) for k in range(size)])
+    lots = min(size // each, JOINED)
+    places = jax.lax.optimization_barrier([jnp.int32(k * each) for k in range(lots)])
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         filled = sum(map(len, members))
         # Factors of each lot's own, behind a barrier: so the passes that make lots
         # ready are one program, and XLA does not make two ready in one pass.
-        mine = [f[first : first + filled] for f in factors]
-        mine = jax.lax.optimization_barrier(mine)
+        mine = jax.lax.optimization_barrier(factors[first : first + filled])
         stack = _ready(members, mine, size, dtype)
-        outputs = iterate(stack, chunks, interpret, members=filled)
+        if gain(plan.rows) < 0:
+            stack = -stack
+        outputs = iterate(stack, chunks, interpret, members=filled, columns=n)
         # Two to XLA: in one pass it would turn some members and not others.
         wide, tall = jax.lax.optimization_barrier((outputs, outputs))
         done, start = [], 0
         for y in members:
             turned = y.shape[1] != m
             o = tall if turned else wide
-            o = jax.lax.dynamic_slice_in_dim(o, places[start], len(y))[..., :n]
-            done.append(rows_major(o.mT) if turned else o)
+            o = jax.lax.dynamic_slice_in_dim(o, places[start], len(y) * each)
+            done.append(_whole(o, y.shape))
             start += len(y)
         return done
 
-    results = in_lots(lot, flat, size)
-    return tuple(r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, matrices))
+    results: list[Any] = [None] * len(matrices)
+    for i, r in zip(order, in_lots(lot, flat, lots)):
+        results[i] = r.reshape(matrices[i].shape).astype(matrices[i].dtype)
+    return tuple(results)
 
 
 def _ready(
-    members: Sequence[jax.Array],
-    factors: Sequence[jax.Array],
-    size: int,
-    dtype: jnp.dtype,
+    members: Sequence[jax.Array], factors: jax.Array, size: int, dtype: jnp.dtype
 ) -> jax.Array:
-    """A stack (size, m, n) of the members times their factors, and zeros behind them.
+    """Panels (size, m, m) of the members times their factors' squares, and zeros.
 
     In few passes: each joins, multiplies and narrows its matrices, pads and turns them.
     """
     m, n = sorted(members[0].shape[-2:])
 
     def scaled(y: jax.Array, first: int) -> jax.Array:
-        for f in factors:
-            y = y.astype(f.dtype) * f[first : first + len(y), None, None]
-        return y
+        # One after the other: the square may be out of range where both products fit.
+        factor = factors[first : first + len(y), None, None]
+        return y.astype(factor.dtype) * factor * factor
 
     parts: list[jax.Array] = []
     first = 0
@@ -102,35 +107,36 @@ def _ready(
             # All at once, as this pass takes any number.
             parts.append(scaled(jnp.concatenate(some), first))
         first += sum(map(len, some))
-    # Columns of zeros change nothing.
-    zeros = (0, -n % COLUMNS)
-    behind = [0] * (len(parts) - 1) + [size - first]
-    ready = []
-    for y, after in zip(parts, behind):
-        y = rows_major(y.astype(dtype))
-        if y.shape[1] == m:
-            y = jnp.pad(y, [(0, after), (0, 0), zeros])
-        else:
-            # Padded before it is turned: so the result is where it belongs.
-            y = jnp.pad(y, [(0, after), zeros, (0, 0)]).mT
-        # As rows: XLA writes so many elements per thread as divide the lengths joined.
-        ready.append(y.reshape(-1, y.shape[-1]))
-    return jnp.concatenate(ready).reshape(size, m, -1)
+    behind = [0] * (len(parts) - 1) + [size - first * symmetric.panels(m, n)]
+    ready = [_panels(rows_major(y.astype(dtype)), k) for y, k in zip(parts, behind)]
+    # As rows: XLA writes so many elements per thread as divide the lengths joined.
+    return jnp.concatenate([y.reshape(-1, m) for y in ready]).reshape(size, m, m)
 
 
-def fullest(most: int, m: int) -> int:
-    """Members of a stack, of more than half as many as may be.
+def _panels(y: jax.Array, behind: int) -> jax.Array:
+    """Matrices (L, m, n) or (L, n, m) as panels (L * panels + behind, m, m).
 
-    As many as leave few multiprocessors without a square in the kernels' last round;
-    starting a kernel costs about a third of a round.
+    Columns, and panels, of zeros change nothing.
     """
-    tiles = tiles_for(m)
-    at_once = symmetric.clusters(tiles)
+    m, n = sorted(y.shape[1:])
+    each = symmetric.panels(m, n)
+    zeros = [(0, 0), *((0, -k % m) for k in y.shape[1:])]
+    if y.shape[1] == m:
+        y = jnp.pad(y, zeros).reshape(-1, m, each, m)
+        y = jnp.swapaxes(y, 1, 2).reshape(-1, m, m)
+        return jnp.pad(y, [(0, behind), (0, 0), (0, 0)])
+    # Padded before they are turned: so the result is where it belongs.
+    y = jnp.pad(y, zeros).reshape(-1, m, m)
+    return jnp.pad(y, [(0, behind), (0, 0), (0, 0)]).mT
 
-    def cost(size: int) -> float:
-        return (-(-size * tiles.squares(m) // at_once) + 1 / 3) / size
 
-    return min(range(most, most // 2, -1), key=cost)
+def _whole(panels: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Matrices of this shape, inverse of ``_panels``."""
+    count, *sides = shape
+    m, n = sorted(sides)
+    y = jnp.swapaxes(panels.reshape(count, -1, m, m), 1, 2)
+    y = y.reshape(count, m, -1)[..., :n]
+    return y if sides[0] == m else rows_major(rows_major(y).mT)
 
 
 def run_pieces(
@@ -165,20 +171,17 @@ def run_pieces(
     return iterate(x, chunks, interpret, pieces=(down, right))
 
 
-def _factors(
-    stacks: Sequence[jax.Array], how: Frobenius, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Two factors (total count,) that normalize each matrix of the stacks to ``scale``.
+def _factors(stacks: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.Array:
+    """Whose squares normalize each matrix of the stacks to ``scale``, (total count,).
 
     Squares are summed in float64, where those of any float32 fit: one pass over the
-    values. Two factors, because 1 / norm may be out of the range of float32.
+    values. Roots, because ``scale`` / norm may be out of the range of float32.
     """
     wide = jnp.result_type(jnp.float32, *stacks)
     with jax.enable_x64(True):
         rows = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1) for x in stacks]
         norm = _divisor(jnp.sqrt(totals(rows)), how)
-        coarse = (1 / jnp.sqrt(norm)).astype(wide)
-        return coarse, (scale / norm / coarse.astype(jnp.float64)).astype(wide)
+        return jnp.sqrt(abs(scale) / norm).astype(wide)
 
 
 def _divisor(norm: jax.Array, how: Frobenius) -> jax.Array:
@@ -199,25 +202,32 @@ def iterate(
     interpret: Any = None,
     pieces: tuple[int, int] | None = None,
     members: int | None = None,
+    columns: int | None = None,
 ) -> jax.Array:
     """Runs of steps on (L, m, n) matrices that are normalized, times the gain.
 
-    Only on the first ``members`` of them, if that is given.
+    Only on the first ``members`` of them, if that is given; of ``columns`` in panels of
+    n, if that is.
 
     Returns (L, m, n), or with ``pieces`` (rows, columns) that many of each matrix,
     (rows, columns, L, m / rows, n / columns).
     """
     scale = gain([row for rows in chunks for row in rows])
     m = x.shape[-2]
+    each = symmetric.panels(x.shape[-1], columns)
+    members = len(x) // each if members is None else members
+    # As many Gram matrices as panels, for kernels to be shared, but for one matrix.
+    results = None if len(x) > each or each == 1 else 1
     options = {"members": members, "interpret": interpret}
     product = functools.partial(symmetric.product, tiles=tiles_for(m), **options)
     down, _ = pieces or (1, 1)
     wide = symmetric.Tiles() if m // down % 256 == 0 else SMALL
     added = functools.partial(symmetric.added, tiles=wide, **options)
     for i, rows in enumerate(chunks):
-        r = product(x, x, alpha=GRAIN / scale**2)
+        r = product(x, x, alpha=GRAIN / scale**2, columns=columns, results=results)
         p = _factor(r, rows, product)
-        x = added(p, x, pieces=pieces if i + 1 == len(chunks) else None)
+        last = pieces if i + 1 == len(chunks) else None
+        x = added(p, x, columns=columns, pieces=last)
         scale /= gain(rows)
     return x
 

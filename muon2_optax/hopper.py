@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from muon2_optax import fused
+from muon2_optax import fused, symmetric
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.coefficients import Frobenius, Plan
 from muon2_optax.placement import Placement
 from muon2_optax.tiles import Tiles
 
-# Bytes of a stack's 16-bit matrices and of the four Gram matrices and products beside
-# each: what bounds the memory of a step. Matrices count as four times as wide as high,
-# or wider.
+# Bytes of a stack's 16-bit panels and of the four Gram matrices and products beside
+# each: what bounds the memory of a step.
 CHUNK = 1.4e9
 # Largest product of leading coefficients that the input may be multiplied by.
 LARGEST = 8192.0
@@ -107,10 +106,9 @@ def differentiable(
 def chunk_size(
     count: int, shape: tuple[int, int], plan: Plan, dtype: jnp.dtype
 ) -> int | None:
-    """How many matrices (m, n), m <= n, a stack has; None where stock XLA serves.
+    """How many panels a stack of matrices (m, n) has; None where stock XLA serves.
 
-    It depends on m alone where matrices are neither unusually wide nor few: stacks of
-    the same size share their compiled kernels.
+    m <= n; a panel has m columns.
 
     The kernel pays where its tiles fill the multiprocessors: m a multiple of 128 from
     768 on (smaller ones were not measured), and tiles for nearly all thread blocks.
@@ -131,9 +129,37 @@ def chunk_size(
         return None
     if count * Tiles().squares(m) < 48:
         return None
-    most = int(CHUNK / (2 * m * (max(n, 4 * m) + 4 * m)))
-    size = fused.fullest(max(1, min(fused.JOINED, most)), m)
-    return min(size, 2 ** (count - 1).bit_length())
+    return stack_size(count, m, n, max(1, int(CHUNK / (10 * m * m))))
+
+
+def fullest(most: int, m: int) -> int:
+    """Members of a stack, of more than half as many as may be.
+
+    As many as leave few multiprocessors without a square in the kernels' last round;
+    starting a kernel costs about a third of a round.
+    """
+    tiles = fused.tiles_for(m)
+    at_once = symmetric.clusters(tiles)
+
+    def cost(size: int) -> float:
+        return (-(-size * tiles.squares(m) // at_once) + 1 / 3) / size
+
+    return min(range(most, most // 2, -1), key=cost)
+
+
+def stack_size(count: int, m: int, n: int, most: int) -> int:
+    """Panels of a stack of ``count`` matrices (m, n), of no more than ``most``.
+
+    The same for all n, unless lots of as many matrices as XLA joins would leave some
+    of them unused, or the matrices are few. One matrix at least.
+    """
+    each = symmetric.panels(m, n)
+    size = fullest(most, m)
+    held = max(1, min(size // each, fused.JOINED))
+    if held * each < 0.9 * size:
+        size = each * fullest(held, m)
+    few = 2 ** (count - 1).bit_length()
+    return min(max(size, each), each * few)
 
 
 def takes_sums(g: Any, axes: ResolvedAxes, place: Placement | None) -> bool:

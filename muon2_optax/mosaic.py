@@ -20,25 +20,29 @@ from muon2_optax.tiles import Tiles
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "clusters", "how", "cut"))
+@functools.partial(
+    jax.jit, static_argnames=("tiles", "clusters", "how", "cut", "results")
+)
 def launch(
     factors: jax.Array,
-    members: jax.Array,
+    counts: jax.Array,
     *operands: jax.Array,
     tiles: Tiles,
     clusters: int,
     how: Any,
     cut: tuple[int, int] | None = None,
+    results: int = 0,
 ) -> jax.Array:
     """The symmetric product, or A B in pieces where ``cut`` says in how many."""
-    stack, m, _ = operands[0].shape
-    shape = (stack, m, m)
+    a, b, *_ = operands
+    m = a.shape[1]
+    shape = (results, m, m)
     if cut is not None:
         down, right = cut
-        shape = (down * right * stack, m // down, operands[1].shape[-1] // right)
+        shape = (down * right * len(b), m // down, b.shape[-1] // right)
     run = plgpu.kernel(
         functools.partial(kernel, tiles=tiles, cut=cut),
-        out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
+        out_type=jax.ShapeDtypeStruct(shape, a.dtype),
         grid=(clusters,),
         grid_names=("clusters",),
         cluster=(tiles.cluster,),
@@ -53,28 +57,35 @@ def launch(
     )
     # Its indices are of 32 bits, also where Python's integers would become 64.
     with jax.enable_x64(False):
-        return varying_like(run(factors, members, *operands), *operands)
+        return varying_like(run(factors, counts, *operands), *operands)
 
 
 def kernel(
     factors: Any,
-    members: Any,
+    counts: Any,
     a_hbm: Any,
     b_hbm: Any,
     *rest: Any,
     tiles: Tiles,
     cut: tuple[int, int] | None,
 ) -> None:
-    """A B^T times factors[0], and the C of ``rest`` times theirs, of so many members.
+    """A B^T times factors[0], and the C of ``rest`` times theirs.
 
     A C whose factor is zero is not read: one kernel serves any number of addends. Or
     A B, not symmetric, where ``cut`` says into how many pieces each result goes, along
     rows and columns: out_hbm is (rows * columns * L, m / rows, n / columns).
+
+    ``counts``: members, panels of each, and of each member's A B^T the steps, of its
+    A B the columns of squares.
     """
     *c_hbm, out_hbm = rest
     full = cut is not None
     group = lax.axis_index("group")
-    feed = functools.partial(_pipeline, tiles, full, a_hbm.shape[2] // tiles.depth)
+    members, panels, across = (counts[i] for i in range(3))
+    rows = a_hbm.shape[1] // tiles.side
+    squares = rows * across if full else tiles.squares(a_hbm.shape[1])
+    steps = a_hbm.shape[2] // tiles.depth if full else across
+    feed = functools.partial(_pipeline, tiles, full, steps, a_hbm.shape[2])
     shape, (down, right) = _share(tiles, group)
     # Read once, not for every block of every tile.
     factors = [factors[i] for i in range(1 + len(c_hbm))]
@@ -83,20 +94,20 @@ def kernel(
     def scope(allocations: Any, blocks: Any, mirrors: Any, arrived: Any) -> None:
         block, mirror = blocks.at[group], mirrors.at[group]
 
-        @plgpu.nd_loop(
-            (members[0] * _counts(a_hbm, out_hbm, tiles, cut)[1],),
-            collective_axes="clusters",
-        )
+        @plgpu.nd_loop((members * squares,), collective_axes="clusters")
         def _(loop: Any) -> None:
-            member, i, j = _square(loop.index[0], a_hbm, out_hbm, tiles, cut)
+            member, i, j = _square(loop.index[0], squares, rows, full)
             top = i * tiles.side + lax.axis_index("part") * tiles.rows
-            left = j * tiles.side
+            first, source, left = member * panels, member, j * tiles.side
             goal = (member, top, left)
             if cut is not None:
-                left, goal = _in_pieces(member, top, j, a_hbm, out_hbm, tiles, cut)
+                first, left, goal = _across(
+                    member, panels, top, j, b_hbm, out_hbm, tiles, cut
+                )
+                source = first
 
             def context(multiply: Any) -> None:
-                place = (member, top + down, left + right)
+                place = (source, top + down, left + right)
                 target = (goal[0], goal[1] + down, goal[2] + right)
 
                 def finish(acc: Any) -> None:
@@ -118,11 +129,12 @@ def kernel(
                 return acc
 
             columns = pl.ds(left, tiles.side)
-            feed(body, context)(
-                a_hbm.at[member, pl.ds(top, tiles.rows), :],
-                b_hbm.at[(member, slice(None), columns) if full else (member, columns)],
+            feed((member if full else first, first), body, context)(
+                a_hbm.at[:, pl.ds(top, tiles.rows), :],
+                b_hbm.at[(slice(None), slice(None), columns) if full
+                         else (slice(None), columns)],
                 allocations=allocations,
-            )
+            )  # fmt: skip
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -133,7 +145,7 @@ def kernel(
 
     pl.run_scoped(
         scope,
-        allocations=feed(_ignore, _ignore).get_allocations(a_hbm.at[0], b_hbm.at[0]),
+        allocations=feed((0, 0), _ignore, _ignore).get_allocations(a_hbm, b_hbm),
         blocks=buffer((2, 2, addends, BLOCK, BLOCK)),
         mirrors=buffer((2, BLOCK, BLOCK)),
         arrived=plgpu.Barrier(num_barriers=4 * addends),
@@ -145,7 +157,16 @@ def _ignore(*_: Any) -> None:
     """Stands for the bodies where only a pipeline's buffers are asked for."""
 
 
-def _pipeline(tiles: Tiles, full: bool, steps: int, body: Any, context: Any) -> Any:
+def _pipeline(
+    tiles: Tiles,
+    full: bool,
+    steps: Any,
+    width: int,
+    first: tuple[Any, Any],
+    body: Any,
+    context: Any,
+) -> Any:
+    """Along the columns of A, from its panel ``first[0]`` on, and of B, or its rows."""
     spec = functools.partial(
         plgpu.BlockSpec,
         transforms=_SWIZZLED,
@@ -153,15 +174,24 @@ def _pipeline(tiles: Tiles, full: bool, steps: int, body: Any, context: Any) -> 
         delay_release=tiles.delay,
     )
     shared = ("part",) if tiles.cluster > 1 else ()
+    each = width // tiles.depth
+
+    def along(panel: Any, step: Any) -> tuple[Any, Any, Any]:
+        return panel + lax.div(step, each), 0, lax.rem(step, each)
+
     return plgpu.emit_pipeline_warp_specialized(
         body,
         grid=(steps,),
         memory_registers=40,
         in_specs=[
-            spec((tiles.rows, tiles.depth), lambda step: (0, step)),
+            spec((None, tiles.rows, tiles.depth), functools.partial(along, first[0])),
             spec(
-                (tiles.depth, tiles.side) if full else (tiles.side, tiles.depth),
-                lambda step: (step, 0) if full else (0, step),
+                (None, tiles.depth, tiles.side), lambda step: (first[1], step, 0),
+                collective_axes=shared,
+            )
+            if full
+            else spec(
+                (None, tiles.side, tiles.depth), functools.partial(along, first[1]),
                 collective_axes=shared,
             ),
         ],
@@ -169,7 +199,7 @@ def _pipeline(tiles: Tiles, full: bool, steps: int, body: Any, context: Any) -> 
         num_compute_wgs=2,
         max_concurrent_steps=tiles.stages,
         compute_context=context,
-    )
+    )  # fmt: skip
 
 
 def _share(tiles: Tiles, group: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
@@ -179,46 +209,39 @@ def _share(tiles: Tiles, group: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
     return (tiles.rows, tiles.side // 2), (0, group * (tiles.side // 2))
 
 
-def _counts(
-    a_hbm: Any, out_hbm: Any, tiles: Tiles, cut: tuple[int, int] | None
-) -> tuple[int, int]:
-    """Rows of squares, and squares, of one result."""
-    rows = a_hbm.shape[1] // tiles.side
-    if cut is not None:
-        return rows, rows * cut[1] * pl.cdiv(out_hbm.shape[2], tiles.side)
-    return rows, tiles.squares(a_hbm.shape[1])
-
-
-def _square(index: Any, *which: Any) -> tuple[Any, Any, Any]:
+def _square(index: Any, squares: Any, rows: int, full: bool) -> tuple[Any, Any, Any]:
     """Member of the stack, row and column of the squares' ``index``-th."""
-    rows, squares = _counts(*which)
     member, square = lax.div(index, squares), lax.rem(index, squares)
-    if which[-1] is not None:
+    if full:
         # A column of squares at a time: they share their columns of X.
         return member, lax.rem(square, rows), lax.div(square, rows)
     return member, *triangle(square, rows)
 
 
-def _in_pieces(
+def _across(
     member: Any,
+    panels: Any,
     top: Any,
     j: Any,
-    a_hbm: Any,
+    b_hbm: Any,
     out_hbm: Any,
     tiles: Tiles,
     cut: tuple[int, int],
-) -> tuple[Any, tuple[Any, Any, Any]]:
-    """Column of B where the j-th column of squares begins, and where its rows go.
+) -> tuple[Any, Any, tuple[Any, Any, Any]]:
+    """Where the j-th column of squares begins in B (panel, column) and in the result.
 
-    Squares begin anew with every piece. The last ones of a piece may reach into the
-    next; copies end where the piece does.
+    Squares begin anew with every panel and piece. The last ones of a piece may reach
+    into the next; copies end where the piece does.
     """
     _, m, n = out_hbm.shape
-    across = pl.cdiv(n, tiles.side)
-    right, column = lax.div(j, across), lax.rem(j, across) * tiles.side
+    each = pl.cdiv(n, tiles.side)
+    right, column = lax.div(j, each), lax.rem(j, each) * tiles.side
+    if cut == (1, 1):
+        panel = member * panels + right
+        return panel, column, (panel, top, column)
     piece = lax.div(top, m) * cut[1] + right
-    goal = (piece * a_hbm.shape[0] + member, lax.rem(top, m), column)
-    return right * n + column, goal
+    goal = (piece * b_hbm.shape[0] + member, lax.rem(top, m), column)
+    return member, right * n + column, goal
 
 
 def triangle(index: Any, count: int) -> tuple[Any, Any]:

@@ -23,6 +23,8 @@ def product(
     *addends: tuple[float, jax.Array],
     alpha: float = 1.0,
     members: int | None = None,
+    columns: int | None = None,
+    results: int | None = None,
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -35,24 +37,29 @@ def product(
       alpha: factor of the product.
       members: how many of the stack are computed, all by default; what is returned for
         those after them means nothing.
+      columns: of each matrix, if they are more than k: then A and B are panels of k
+        columns, as many for each matrix as hold its columns, and zeros behind these
+        in the last one. A known number of them does not make another kernel.
+      results: stack of what is returned, by default L.
       tiles: m must be a multiple of ``tiles.side``.
       interpret: ``pallas.mosaic_gpu.InterpretGPUParams()`` runs it on a CPU.
 
     Returns:
-      (L, m, m) in the dtype of ``a``; accumulated, scaled and added in float32.
+      (results, m, m) in the dtype of ``a``; accumulated, scaled and added in float32.
     """
     tiles = tiles or Tiles()
     if a.shape[1] % tiles.side or a.shape[2] % tiles.depth or b.shape != a.shape:
         raise ValueError(f"no tiles {tiles} for {a.shape} and {b.shape}")
-    if a.shape[1] == a.shape[2]:
+    if a.shape[1] == a.shape[2] and results is None:
         # Whatever has the shape of an addend: what comes with zero is not read.
         addends += ((0.0, a),) * (ADDENDS - len(addends))
     # Operands, not constants: one compiled kernel serves every step of a schedule, and
     # each of them takes about a second to compile.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
+    counts = _counts(a, members, columns, -(-(columns or a.shape[2]) // tiles.depth))
     return _call(
-        factors, _counted(a, members), a, b, *(c for _, c in addends), tiles=tiles,
-        how=interpret,
+        factors, counts, a, b, *(c for _, c in addends), tiles=tiles, how=interpret,
+        results=len(a) if results is None else results,
     )  # fmt: skip
 
 
@@ -62,6 +69,7 @@ def added(
     *,
     pieces: tuple[int, int] | None = None,
     members: int | None = None,
+    columns: int | None = None,
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -72,29 +80,43 @@ def added(
 
     Args:
       p: (L, m, m), float16 or bfloat16.
-      x: (L, m, n), of the same dtype.
-      pieces: into how many the result is cut along rows and columns.
+      x: (L, m, n), of the same dtype, or panels of n columns.
+      pieces: into how many the result is cut along rows and columns, where X is not in
+        panels.
       members: as in ``product``.
+      columns: as in ``product``; panels are then whole tiles.
       tiles: ``tiles.side`` must divide the rows of a piece.
       interpret: as in ``product``.
 
     Returns:
-      (L, m, n), or with ``pieces`` (rows, columns, L, m / rows, n / columns).
+      Like x, or with ``pieces`` (rows, columns, L, m / rows, n / columns).
     """
     tiles = tiles or Tiles()
     down, right = pieces or (1, 1)
     stack, m, n = x.shape
     if m % (down * tiles.side) or n % (right * tiles.depth):
         raise ValueError(f"no tiles {tiles} for {x.shape} in {down} x {right} pieces")
+    if panels(n, columns) > 1 and (n % tiles.side or pieces):
+        raise ValueError(f"no tiles {tiles} for panels {x.shape}, pieces {pieces}")
     one = jnp.ones(2, jnp.float32)
-    cut = (down, right)
-    counted = _counted(x, members)
-    out = _call(one, counted, p, x, x, tiles=tiles, how=interpret, cut=cut)
+    across = right * -(-(columns or n) // right // tiles.side)
+    counts, cut = _counts(x, members, columns, across), (down, right)
+    out = _call(one, counts, p, x, x, tiles=tiles, how=interpret, cut=cut)
     return out.reshape(down, right, stack, m // down, n // right) if pieces else out
 
 
-def _counted(stack: jax.Array, members: int | None) -> jax.Array:
-    return jnp.full(1, len(stack) if members is None else members, jnp.int32)
+def panels(n: int, columns: int | None) -> int:
+    """How many of n columns a matrix has."""
+    return 1 if columns is None else -(-columns // n)
+
+
+def _counts(
+    stack: jax.Array, members: int | None, columns: int | None, across: int
+) -> jax.Array:
+    """What the kernel learns at run time: members, panels of each, and its work."""
+    each = panels(stack.shape[-1], columns)
+    members = len(stack) // each if members is None else members
+    return jnp.asarray([members, each, across], jnp.int32)
 
 
 def _call(*operands: jax.Array, tiles: Tiles, **options: Any) -> jax.Array:

@@ -24,23 +24,45 @@ def orthogonal(n, seed=0):
     return np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))[0]
 
 
+def _whole(x, columns):
+    """Matrices (L, m, n) of panels (L * panels, m, k)."""
+    if columns is None:
+        return x
+    each = -(-columns // x.shape[-1])
+    x = x[: len(x) // each * each].reshape(-1, each, *x.shape[1:])
+    return jnp.swapaxes(x, 1, 2).reshape(len(x), x.shape[2], -1)
+
+
 def _computed(out, members):
     """What is behind the members that are asked for must not be used."""
     return out if members is None else out.at[members:].set(jnp.nan)
 
 
-def _product(a, b, *addends, alpha=1.0, members=None, tiles=None, interpret=None):
+def _product(
+    a, b, *addends, alpha=1.0, members=None, columns=None, results=None, tiles=None,
+    interpret=None,
+):  # fmt: skip
     """The kernel's arithmetic: 16-bit operands, float32 inside, one rounding."""
-    wide = [v.astype(jnp.float32) for v in (a, b)]
+    wide = [_whole(v, columns).astype(jnp.float32) for v in (a, b)]
     out = alpha * jnp.matmul(wide[0], wide[1].mT, precision="highest")
+    out = jnp.pad(out, [(0, (results or len(a)) - len(out)), (0, 0), (0, 0)])
     out = out + sum(beta * c.astype(jnp.float32) for beta, c in addends)
     return _computed(out.astype(a.dtype), members)
 
 
-def _added(p, x, *, pieces=None, members=None, tiles=None, interpret=None):
-    wide = jnp.matmul(p.astype(jnp.float32), x.astype(jnp.float32), precision="highest")
-    out = _computed((x.astype(jnp.float32) + wide).astype(x.dtype), members)
-    return out if pieces is None else reference.in_pieces(out, *pieces)
+def _added(
+    p, x, *, pieces=None, members=None, columns=None, tiles=None, interpret=None
+):
+    whole = _whole(x, columns).astype(jnp.float32)
+    p = p[: len(whole)].astype(jnp.float32)
+    out = whole + jnp.matmul(p, whole, precision="highest")
+    out = _computed(out.astype(x.dtype), members)
+    if pieces is not None:
+        return reference.in_pieces(out, *pieces)
+    out = out.reshape(*out.shape[:2], -1, x.shape[-1])
+    out = jnp.swapaxes(out, 1, 2).reshape(-1, *x.shape[1:])
+    behind = [(0, len(x) - len(out)), (0, 0), (0, 0)]
+    return jnp.pad(out, behind, constant_values=jnp.nan)
 
 
 # The names of fixtures differ from the functions', which modules import, so that the

@@ -1,5 +1,6 @@
 """The iteration on the symmetric kernel's arithmetic: values, and its programs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import reference
 from kernels import PLAN, emulated_products, hopper_branch, orthogonal, stack  # noqa: F401
 from reference import relative_error
 
-from muon2_optax import coefficients, fused, iteration, parcels, polar
+from muon2_optax import coefficients, fused, iteration, parcels, polar, symmetric
 
 KELLER3 = PLAN.rows
 
@@ -30,7 +31,9 @@ def _spectra(m, n):
 
 
 def _run(matrices, plan=PLAN, size=2, dtype=jnp.float16):
+    """In stacks of so many matrices."""
     m, n = sorted(matrices[0].shape[-2:])
+    size *= symmetric.panels(m, n)
     chunks = iteration.runs(plan, m, n, jnp.dtype(dtype))
     run = functools.partial(
         fused.run, plan=plan, chunks=chunks, size=size, dtype=jnp.dtype(dtype)
@@ -70,6 +73,16 @@ def test_every_number_of_steps(shape, steps, emulated):
     assert relative_error(got, reference.keller(x, steps)) < (3e-3, 2e-2)[steps > 3]
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_negative_coefficients(steps, emulated):
+    """The gain, whose root scales the input, has the sign of their product."""
+    x = stack((64, 96), 3, np.float64)
+    rows = tuple(tuple(-v for v in row) for row in KELLER3[:steps])
+    got = _run([x], dataclasses.replace(PLAN, rows=rows))[0]
+    want = (-1) ** steps * reference.keller(x, steps)
+    assert relative_error(got, want) < 3e-3
+
+
 @pytest.mark.slow
 def test_chunks_stacks_and_tall_members(emulated):
     shapes = [(64, 160), (3, 64, 160), (160, 64), (2, 2, 160, 64), (64, 160)]
@@ -82,13 +95,19 @@ def test_chunks_stacks_and_tall_members(emulated):
             assert got.shape == x.shape and relative_error(got, want) < 3e-3
 
 
-@pytest.mark.parametrize(
-    "most, m, size", [(20, 2048, 20), (23, 2048, 22), (32, 768, 31), (1, 4096, 1)]
-)
-def test_stacks_leave_few_multiprocessors_idle(most, m, size):
-    """20 x 36 squares of 256 take the 66 clusters of two 11 rounds, 22 take 12; 31 x 21
-    squares of 128 take the 132 multiprocessors 5, 32 would take 6."""
-    assert fused.fullest(most, m) == size
+@pytest.mark.parametrize("shape", [(2, 64, 64), (2, 64, 160), (3, 160, 64)], ids=str)
+def test_panels_and_back(shape):
+    x = stack(shape, 1)
+    panels = fused._panels(jnp.asarray(x), 2)
+    each = -(-max(shape[1:]) // 64)
+    assert panels.shape == (shape[0] * each + 2, 64, 64)
+    wide = x if shape[1] == 64 else x.swapaxes(1, 2)
+    wide = np.pad(wide, [(0, 0), (0, 0), (0, each * 64 - wide.shape[2])])
+    for i, panel in enumerate(panels[:-2]):
+        left = i % each * 64
+        np.testing.assert_array_equal(panel, wide[i // each, :, left : left + 64])
+    assert not panels[-2:].any()
+    np.testing.assert_array_equal(fused._whole(panels[:-2], shape), x)
 
 
 def test_a_stack_without_members(emulated):
@@ -149,7 +168,8 @@ def test_what_is_joined_last_is_a_multiple_of_four_long(count, emulated):
     lengths of what is joined after it has been narrowed."""
     xs = [jnp.ones((128, 192))] * count + [jnp.ones((192, 128))] * 3
     joints = list(_joints(lambda *xs: _run(xs, size=26), *xs))
-    inner, stack = [j for j in joints if j[1][0] > 1 and j[0] > 1], 26 * 128
+    inner = [j for j in joints if j[1][0] > 1 and j[0] > 1]
+    stack = 26 * 2 * 128  # two panels for each matrix
     assert [sum(lengths) for _, lengths in inner] == [stack]
     assert not any(n % 4 for _, lengths in inner for n in lengths)
 

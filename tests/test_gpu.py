@@ -27,7 +27,9 @@ HALF = 3e-3
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 @pytest.mark.parametrize(
-    "shape", [(8, 768, 768), (8, 768, 1100), (6, 1280, 1024), (3, 1024, 3000)], ids=str
+    "shape",
+    [(8, 768, 768), (8, 768, 1100), (6, 1280, 1024), (3, 1024, 3000), (3, 3000, 1024)],
+    ids=str,
 )
 def test_newton_schulz(shape, steps):
     x = normal32(shape)

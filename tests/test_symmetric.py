@@ -56,6 +56,45 @@ def test_product_of_some_members(addends, interpret):
     reference.assert_symmetric_product(got[:2], x[:2], pairs, 1.0, eps)
 
 
+def _panels(x, k):
+    """(L, m, n) as (L * panels, m, k), zeros behind the columns, and one of NaN."""
+    x = np.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % k)])
+    parts = np.stack(np.split(x, x.shape[2] // k, axis=2), axis=1)
+    parts = parts.reshape(-1, *parts.shape[2:])
+    return np.concatenate([parts, np.full_like(parts[:1], np.nan)])
+
+
+@needs_kernel
+@pytest.mark.parametrize("columns", [200, 256, 330])
+def test_product_of_panels(columns, interpret):
+    x = stack((2, 128, columns))
+    panels = jnp.asarray(_panels(x, 128))
+    for members, results in ((None, None), (1, 1)):
+        got = symmetric.product(
+            panels, panels, alpha=0.5, columns=columns, members=members,
+            results=results, tiles=SMALL, interpret=interpret,
+        )  # fmt: skip
+        assert len(got) == (results or len(panels))
+        got, some = got[: members or 2], x[: members or 2]
+        eps = jnp.finfo(jnp.float16).eps
+        reference.assert_symmetric_product(got, some, [], 0.5, eps)
+
+
+@needs_kernel
+@pytest.mark.parametrize("columns", [200, 256, 330])
+def test_added_to_panels(columns, interpret):
+    p, x = stack((5, 128, 128)) / 16, stack((2, 128, columns), 1)
+    panels = _panels(x, 128)
+    got = symmetric.added(
+        jnp.asarray(p), jnp.asarray(panels), columns=columns, tiles=SMALL,
+        interpret=interpret,
+    )  # fmt: skip
+    p, x = p[:2].astype(np.float64), x.astype(np.float64)
+    want = _panels(x + p @ x, 128)[:-1]
+    assert got.shape == panels.shape
+    assert relative_error(got[: len(want)], want) < 1e-3
+
+
 ONE_KERNEL = """
 import jax, jax.numpy as jnp
 from muon2_optax import symmetric
@@ -127,6 +166,8 @@ def test_pieces_without_tiles_are_refused():
     p, x = jnp.ones((1, 256, 256), jnp.float16), jnp.ones((1, 256, 128), jnp.float16)
     with pytest.raises(ValueError, match="in 2 x 1 pieces"):
         symmetric.added(p, x, pieces=(2, 1))
+    with pytest.raises(ValueError, match="panels"):
+        symmetric.added(p, x, columns=200)
 
 
 @needs_kernel
