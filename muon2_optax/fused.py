@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +29,26 @@ JOINED = 32
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
 
+class Stack(NamedTuple):
+    """How many panels a stack has, and how many Gram matrices are kept beside it."""
+
+    panels: int
+    grams: int
+
+
 def run(
     matrices: Sequence[jax.Array],
     plan: Plan,
     chunks: Sequence[Sequence[Any]],
-    size: int,
+    size: Stack,
     dtype: jnp.dtype,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Normalizes and iterates the matrices of all stacks, in stacks of ``size`` panels.
+    """Normalizes and iterates the matrices of all stacks, in stacks of one size.
 
-    A panel has as many columns as rows, so that stacks of matrices of all n have the
-    shape of their Gram matrices, and share their kernels. A stack ends with panels that
-    are not computed where a lot has fewer members: lots of all lengths share them too.
+    A panel has as many columns as rows, so that stacks of matrices of all n may have
+    the shape of their Gram matrices, and share their kernels. A stack ends with panels
+    that are not computed where a lot has fewer members: lots of all lengths share them.
     """
     m, n = sorted(matrices[0].shape[-2:])
     each = symmetric.panels(m, n)
@@ -52,7 +59,7 @@ def run(
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
     # Not constants to XLA: what reads the k-th member is the same program for all k.
-    lots = min(size // each, JOINED)
+    lots = min(size.panels // each, JOINED)
     places = jax.lax.optimization_barrier([jnp.int32(k * each) for k in range(lots)])
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
@@ -60,10 +67,12 @@ def run(
         # Factors of each lot's own, behind a barrier: so the passes that make lots
         # ready are one program, and XLA does not make two ready in one pass.
         mine = jax.lax.optimization_barrier(factors[first : first + filled])
-        stack = _ready(members, mine, size, dtype)
+        stack = _ready(members, mine, size.panels, dtype)
         if gain(plan.rows) < 0:
             stack = -stack
-        outputs = iterate(stack, chunks, interpret, members=filled, columns=n)
+        outputs = iterate(
+            stack, chunks, interpret, members=filled, columns=n, grams=size.grams
+        )
         # Two to XLA: in one pass it would turn some members and not others.
         wide, tall = jax.lax.optimization_barrier((outputs, outputs))
         done, start = [], 0
@@ -203,28 +212,25 @@ def iterate(
     pieces: tuple[int, int] | None = None,
     members: int | None = None,
     columns: int | None = None,
+    grams: int | None = None,
 ) -> jax.Array:
     """Runs of steps on (L, m, n) matrices that are normalized, times the gain.
 
     Only on the first ``members`` of them, if that is given; of ``columns`` in panels of
-    n, if that is.
+    n, if that is; with stacks of ``grams`` Gram matrices.
 
     Returns (L, m, n), or with ``pieces`` (rows, columns) that many of each matrix,
     (rows, columns, L, m / rows, n / columns).
     """
     scale = gain([row for rows in chunks for row in rows])
     m = x.shape[-2]
-    each = symmetric.panels(x.shape[-1], columns)
-    members = len(x) // each if members is None else members
-    # As many Gram matrices as panels, for kernels to be shared, but for one matrix.
-    results = None if len(x) > each or each == 1 else 1
     options = {"members": members, "interpret": interpret}
     product = functools.partial(symmetric.product, tiles=tiles_for(m), **options)
     down, _ = pieces or (1, 1)
     wide = symmetric.Tiles() if m // down % 256 == 0 else SMALL
     added = functools.partial(symmetric.added, tiles=wide, **options)
     for i, rows in enumerate(chunks):
-        r = product(x, x, alpha=GRAIN / scale**2, columns=columns, results=results)
+        r = product(x, x, alpha=GRAIN / scale**2, columns=columns, results=grams)
         p = _factor(r, rows, product)
         last = pieces if i + 1 == len(chunks) else None
         x = added(p, x, columns=columns, pieces=last)

@@ -105,10 +105,8 @@ def differentiable(
 
 def chunk_size(
     count: int, shape: tuple[int, int], plan: Plan, dtype: jnp.dtype
-) -> int | None:
-    """How many panels a stack of matrices (m, n) has; None where stock XLA serves.
-
-    m <= n; a panel has m columns.
+) -> fused.Stack | None:
+    """How large stacks of matrices (m, n), m <= n, are; None where stock XLA serves.
 
     The kernel pays where its tiles fill the multiprocessors: m a multiple of 128 from
     768 on (smaller ones were not measured), and tiles for nearly all thread blocks.
@@ -147,19 +145,21 @@ def fullest(most: int, m: int) -> int:
     return min(range(most, most // 2, -1), key=cost)
 
 
-def stack_size(count: int, m: int, n: int, most: int) -> int:
-    """Panels of a stack of ``count`` matrices (m, n), of no more than ``most``.
+def stack_size(count: int, m: int, n: int, most: int) -> fused.Stack:
+    """Of ``count`` matrices (m, n), with no more than ``most`` panels; or one matrix.
 
-    The same for all n, unless lots of as many matrices as XLA joins would leave some
-    of them unused, or the matrices are few. One matrix at least.
+    The same for all n, with as many Gram matrices as panels, for all to share their
+    kernels. But not where lots of as many matrices as XLA joins would leave many panels
+    unused, nor where the matrices are few.
     """
     each = symmetric.panels(m, n)
     size = fullest(most, m)
-    held = max(1, min(size // each, fused.JOINED))
-    if held * each < 0.9 * size:
-        size = each * fullest(held, m)
     few = 2 ** (count - 1).bit_length()
-    return min(max(size, each), each * few)
+    held = min(size // each, fused.JOINED)
+    if few >= held and held * each >= 0.9 * size:
+        return fused.Stack(size, size)
+    held = min(few, fullest(max(1, held), m))
+    return fused.Stack(held * each, held)
 
 
 def takes_sums(g: Any, axes: ResolvedAxes, place: Placement | None) -> bool:

@@ -50,7 +50,8 @@ def product(
     tiles = tiles or Tiles()
     if a.shape[1] % tiles.side or a.shape[2] % tiles.depth or b.shape != a.shape:
         raise ValueError(f"no tiles {tiles} for {a.shape} and {b.shape}")
-    if a.shape[1] == a.shape[2] and results is None:
+    results = len(a) if results is None else results
+    if a.shape == (results, a.shape[1], a.shape[1]):
         # Whatever has the shape of an addend: what comes with zero is not read.
         addends += ((0.0, a),) * (ADDENDS - len(addends))
     # Operands, not constants: one compiled kernel serves every step of a schedule, and
@@ -59,7 +60,7 @@ def product(
     counts = _counts(a, members, columns, -(-(columns or a.shape[2]) // tiles.depth))
     return _call(
         factors, counts, a, b, *(c for _, c in addends), tiles=tiles, how=interpret,
-        results=len(a) if results is None else results,
+        results=results,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def _spectra(m, n):
 def _run(matrices, plan=PLAN, size=2, dtype=jnp.float16):
     """In stacks of so many matrices."""
     m, n = sorted(matrices[0].shape[-2:])
-    size *= symmetric.panels(m, n)
+    size = fused.Stack(size * symmetric.panels(m, n), size)
     chunks = iteration.runs(plan, m, n, jnp.dtype(dtype))
     run = functools.partial(
         fused.run, plan=plan, chunks=chunks, size=size, dtype=jnp.dtype(dtype)
@@ -71,6 +71,18 @@ def test_every_number_of_steps(shape, steps, emulated):
     got = _run([x], coefficients.resolve("keller", steps))[0]
     # Five steps of the Gram form multiply float16's 5e-4 by up to 3.4^2.
     assert relative_error(got, reference.keller(x, steps)) < (3e-3, 2e-2)[steps > 3]
+
+
+@pytest.mark.parametrize("grams", [2, 6, 7])
+def test_as_many_gram_matrices_as_panels(grams, emulated):
+    xs = [stack(s, i, np.float64) for i, s in enumerate([(160, 64), (4, 64, 160)])]
+    chunks = iteration.runs(PLAN, 64, 160, jnp.dtype(jnp.float16))
+    wide = [jnp.asarray(x, jnp.float32) for x in xs]
+    size = fused.Stack(7, grams)
+    one, several = fused.run(wide, PLAN, chunks, size, jnp.dtype(jnp.float16))
+    assert relative_error(one, reference.keller(xs[0], 3)) < 3e-3
+    for got, x in zip(several, xs[1]):
+        assert relative_error(got, reference.keller(x, 3)) < 3e-3
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -114,17 +114,17 @@ def test_stacks_are_bounded_and_alike(on_hopper):
     half = jnp.dtype(jnp.float16)
     size = functools.partial(hopper.chunk_size, plan=PLAN, dtype=half)
     # Matrices of the same m share their kernels.
-    assert size(72, (2048, 5472)) == size(96, (2048, 2048)) == 33
-    assert size(24, (768, 3072)) == 4 * size(48, (768, 768)) == 4 * 31
-    few = [size(n, (2048, 2048)) for n in (4, 5, 7, 9, 13, 17)]
-    assert few == [4, 8, 8, 16, 16, 32]
-    assert size(1, (8192, 8192)) == 1
-    assert size(40, (5120, 13824)) == 3
-    assert size(24, (16384, 65536)) == 4
+    assert size(72, (2048, 5472)) == size(96, (2048, 2048)) == (33, 33)
+    assert size(24, (768, 3072)) == (4 * 31, 31) and size(48, (768, 768)) == (31, 31)
+    few = [size(n, (2048, 2048)).panels for n in (4, 5, 7, 9, 13, 17)]
+    assert few == [4, 8, 8, 16, 16, 33]
+    assert size(1, (8192, 8192)) == (1, 1)
+    assert size(40, (5120, 13824)) == (3, 1)
+    assert size(24, (16384, 65536)) == (4, 1)
     for count, m, n in [(72, 2048, 5472), (99, 768, 768), (3, 4096, 4096)]:
         stack = size(count, (m, n))
-        assert stack * 2 * m * (m + 4 * m) <= 1.4e9
-        assert stack < 2 * count * -(-n // m)
+        assert (stack.panels + 4 * stack.grams) * 2 * m * m <= 1.4e9
+        assert stack.panels < 2 * count * -(-n // m)
     aol = coefficients.resolve("turbo", 3)
     assert hopper.chunk_size(72, (2048, 5472), aol, half) is None
 
@@ -141,14 +141,14 @@ def test_stacks_leave_few_multiprocessors_idle(most, m, size):
 @pytest.mark.parametrize(
     "count, m, n, most, size",
     [
-        (96, 2048, 2048, 34, 33),
-        (72, 2048, 5472, 34, 33),  # 11 matrices of 3 panels
-        (9, 2048, 6145, 34, 33),  # 8 of 4, and one panel of zeros
-        (5, 2048, 5472, 34, 24),  # room for 8
-        (99, 768, 768, 237, 31),  # no more than are joined at once
-        (99, 768, 3072, 237, 124),
-        (3, 1024, 70000, 40, 69),  # one matrix, whatever its width
-        (1, 768, 768, 237, 1),
+        (96, 2048, 2048, 34, (33, 33)),
+        (72, 2048, 5472, 34, (33, 33)),  # 11 matrices of 3 panels
+        (9, 2048, 6145, 34, (33, 33)),  # 8 of 4, and one panel of zeros
+        (5, 2048, 5472, 34, (24, 8)),
+        (99, 768, 768, 237, (31, 31)),  # no more than are joined at once
+        (99, 768, 3072, 237, (124, 31)),
+        (3, 1024, 70000, 40, (69, 1)),  # one matrix, whatever its width
+        (1, 768, 768, 237, (1, 1)),
     ],
 )
 def test_stacks_hold_whole_matrices(count, m, n, most, size):
