@@ -121,16 +121,14 @@ def factorized_second_moment(
 def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:
     """sqrt(r c^T / mean(r)), broadcastable to the parameter, without 0/0 or r c^T.
 
-    The product of r and c would leave the range long before its root does.
+    The product of r and c would leave the range long before its root does. The mean
+    divides c: so the rows' roots do not wait for it.
     """
-
-    def root_of_share(r: jax.Array) -> jax.Array:
-        r = jnp.expand_dims(r, axes.outs)
-        # Divided before it is summed, as everywhere here.
-        mean = jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True)
-        return jnp.sqrt(r / jnp.maximum(mean, jnp.finfo(row.dtype).tiny))
-
     blocks = len(axes.splits)
     rows = [row] if blocks == 1 else [row[..., k] for k in range(blocks)]
-    shares = axes.by_block([root_of_share(r) for r in rows])
-    return shares * jnp.sqrt(jnp.expand_dims(col, axes.ins))
+    rows = [jnp.expand_dims(r, axes.outs) for r in rows]
+    # Divided before it is summed, as everywhere here.
+    means = [jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True) for r in rows]
+    mean = jnp.maximum(axes.by_block(means), jnp.finfo(row.dtype).tiny)
+    share = jnp.sqrt(jnp.expand_dims(col, axes.ins) / mean)
+    return axes.by_block([jnp.sqrt(r) for r in rows]) * share
