@@ -1,5 +1,6 @@
 """The second moment in factored form: one number per row and one per column."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,10 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.placement import Shardings
 from muon2_optax.rules import MatrixRules
+
+# Leaves whose statistics are joined: XLA fuses that for no more than about as many (96
+# operands, two for each).
+JOINED = 47
 
 
 class FactorizedSecondMomentState(NamedTuple):
@@ -92,16 +97,22 @@ def factorized_second_moment(
         mu_scale, nu_scale = moments.corrections(
             b1, b2, count, nesterov, bias_correction
         )
+        leaves: list[_Leaf] = []
+
+        def collect(name: str, *values: jax.Array) -> tuple[jax.Array, ...]:
+            axes = require_matrix(rules, name, values[0])
+            leaves.append(_Leaf(name, axes, *values))
+            return values
+
+        trees.map_leaves(collect, updates, state.mu, state.nu_row, state.nu_col)
+        moment = iter(_second_moments(leaves, b2, shardings))
 
         def leaf(
             name: str, g: jax.Array, mu: jax.Array, row: jax.Array, col: jax.Array
         ) -> tuple[jax.Array, ...]:
-            axes = require_matrix(rules, name, g)
+            r, c, root = next(moment)
             m, numerator = moments.momentum_step(g, mu, b1, nesterov)
-            new_row, new_col = means.of_squares(name, g, axes, shardings)
-            r = moments.average(row, new_row, b2)
-            c = moments.average(col, new_col, b2)
-            root = jnp.sqrt(nu_scale) * root_of_outer(r, c, axes)
+            root = jnp.sqrt(nu_scale) * root
             update = mu_scale * numerator / moments.divisor(root, eps)
             states = (
                 dtypes.narrow(m, mu.dtype),
@@ -118,12 +129,73 @@ def factorized_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+class _Leaf(NamedTuple):
+    name: str
+    axes: ResolvedAxes
+    g: jax.Array
+    mu: jax.Array
+    row: jax.Array
+    col: jax.Array
+
+
+def _second_moments(
+    leaves: Sequence[_Leaf], b2: Any, shardings: Shardings | None
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Of every leaf the new r and c, and ``root_of_outer`` of them."""
+    done: list[Any] = [None] * len(leaves)
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if means.in_stacks(x.name, x.g, x.axes, shardings):
+            key = (x.g.shape, x.g.dtype, x.row.dtype, x.col.dtype, x.axes)
+            groups.setdefault(key, []).append(i)
+        else:
+            row, col = means.of_squares(x.name, x.g, x.axes, shardings)
+            r, c = moments.average(x.row, row, b2), moments.average(x.col, col, b2)
+            done[i] = r, c, root_of_outer(r, c, x.axes)
+    for group in groups.values():
+        size = -(-len(group) // -(-len(group) // JOINED))
+        for low in range(0, len(group), size):
+            some = group[low : low + size]
+            for i, found in zip(some, _stacked([leaves[i] for i in some], b2)):
+                done[i] = found
+    return done
+
+
+def _stacked(
+    leaves: Sequence[_Leaf], b2: Any
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """The same for leaves alike, in a few programs for all: each takes a GPU
+    microseconds to start, and one leaf's statistics keep few multiprocessors busy."""
+    axes = leaves[0].axes
+    news = means.of_alike([x.g for x in leaves], axes)
+    olds = jnp.stack([x.row for x in leaves]), jnp.stack([x.col for x in leaves])
+    r, c = (moments.average(old, new, b2) for old, new in zip(olds, news))
+    factors = jax.vmap(lambda r, c: root_factors(r, c, axes))(r, c)
+    # Behind barriers, and at places that XLA does not know: it would cut the stacks
+    # into leaves again, with programs for each, and make passes over several leaves of
+    # those that share a stack.
+    stacks = jax.lax.optimization_barrier((r, c, *factors))
+    places = jax.lax.optimization_barrier([jnp.int32(k) for k in range(len(leaves))])
+    parts = jax.lax.optimization_barrier([
+        [jax.lax.dynamic_index_in_dim(s, k, keepdims=False) for s in stacks]
+        for k in places
+    ])  # fmt: skip
+    return [(r, c, along * across) for r, c, along, across in parts]
+
+
 def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:
     """sqrt(r c^T / mean(r)), broadcastable to the parameter, without 0/0 or r c^T.
 
-    The product of r and c would leave the range long before its root does. The mean
-    divides c: so the rows' roots do not wait for it.
+    The product of r and c would leave the range long before its root does.
     """
+    along, across = root_factors(row, col, axes)
+    return along * across
+
+
+def root_factors(
+    row: jax.Array, col: jax.Array, axes: ResolvedAxes
+) -> tuple[jax.Array, jax.Array]:
+    """sqrt(r) and sqrt(c / mean(r)), each broadcastable to the parameter."""
     blocks = len(axes.splits)
     rows = [row] if blocks == 1 else [row[..., k] for k in range(blocks)]
     rows = [jnp.expand_dims(r, axes.outs) for r in rows]
@@ -131,4 +203,4 @@ def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Arr
     means = [jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True) for r in rows]
     mean = jnp.maximum(axes.by_block(means), jnp.finfo(row.dtype).tiny)
     share = jnp.sqrt(jnp.expand_dims(col, axes.ins) / mean)
-    return axes.by_block([jnp.sqrt(r) for r in rows]) * share
+    return axes.by_block([jnp.sqrt(r) for r in rows]), share

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,37 @@ from muon2_optax.placement import Axes, Placement, Shardings
 # Rows that are averaged first, and the averages then: a reduction across memory, whose
 # two stages give a GPU enough to do at once. In one stage XLA would store all squares.
 GROUP = 16
+
+
+def in_stacks(
+    name: str, g: jax.Array, axes: ResolvedAxes, shardings: Shardings | None
+) -> bool:
+    """Whether ``of_alike`` serves a leaf: where the kernel runs, on one device."""
+    place = placement.placement(name, g, shardings)
+    whole = place is None and placement.undivided(g, shardings)
+    return whole and hopper.takes_sums(g, axes, None)
+
+
+def of_alike(
+    gs: Sequence[jax.Array], axes: ResolvedAxes
+) -> tuple[jax.Array, jax.Array]:
+    """``of_squares`` of leaves alike, as stacks along a new axis 0."""
+
+    def cuda(*gs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        *batch, m, n = gs[0].shape
+        rows, columns = zip(*(_partial_sums(g) for g in gs))
+        pair = (
+            _total(jnp.concatenate(rows), max(m, n) / n).reshape(-1, *batch, m),
+            _total(jnp.concatenate(columns), max(m, n) / m).reshape(-1, *batch, n),
+        )
+        return pair if axes.ins == (gs[0].ndim - 2,) else pair[::-1]
+
+    def stock(*gs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, columns = zip(*(plain(g, axes, g.shape) for g in gs))
+        return jnp.stack(rows), jnp.stack(columns)
+
+    run = hopper.differentiable(cuda, stock)
+    return jax.lax.platform_dependent(*gs, cuda=run, default=stock)
 
 
 def of_squares(
@@ -57,20 +89,12 @@ def _in_one_pass(
     over_rows, over_columns = place.dims[-2:] if place else ((), ())
 
     def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        from muon2_optax import sums
-
-        rows, columns = sums.of_squares(x.reshape(-1, *x.shape[-2:]))
+        rows, columns = _partial_sums(x)
         largest = max(x.shape[-2:])
         return (
-            mean(rows, largest / n, over_columns).reshape(x.shape[:-1]),
-            mean(columns, largest / m, over_rows).reshape(*x.shape[:-2], -1),
+            _total(rows, largest / n, over_columns).reshape(x.shape[:-1]),
+            _total(columns, largest / m, over_rows).reshape(*x.shape[:-2], -1),
         )
-
-    def mean(parts: jax.Array, scale: float, over: Axes) -> jax.Array:
-        total = jnp.sum(parts, axis=1) * scale
-        total = jax.lax.psum(total, over) if over else total
-        # Held below overflow, as single squares are on the other path.
-        return jnp.minimum(total, float(jnp.finfo(jnp.float32).max) / 4)
 
     if place is not None:
         spec = tuple(place.spec) + (None,) * (g.ndim - len(place.spec))
@@ -86,6 +110,23 @@ def _in_one_pass(
         )
     pair = part(g)
     return pair if axes.ins == (g.ndim - 2,) else pair[::-1]
+
+
+@jax.jit
+def _partial_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of squares, of all matrices of a leaf; traced and lowered once per shape."""
+    # Only here: Pallas is not built in everywhere.
+    from muon2_optax import sums
+
+    return sums.of_squares(x.reshape(-1, *x.shape[-2:]))
+
+
+def _total(parts: jax.Array, scale: float, over: Axes = ()) -> jax.Array:
+    """Means (L, length) of the partial sums (L, count, length)."""
+    total = jnp.sum(parts, axis=1) * scale
+    total = jax.lax.psum(total, over) if over else total
+    # Held below overflow, as single squares are on the other path.
+    return jnp.minimum(total, float(jnp.finfo(jnp.float32).max) / 4)
 
 
 def plain(

@@ -11,7 +11,7 @@ from matrices import normal32
 from meshes import AUTO, EXPLICIT, mesh_of, place
 
 import muon2_optax as m2
-from muon2_optax import hopper, means
+from muon2_optax import factored, hopper, means
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11"
@@ -32,12 +32,12 @@ def interpreted(monkeypatch):
     return kernel
 
 
-def _moments(axes, **options):
+def _moments(axes, names=("w",), **options):
     """Known to be on one device, of which the tests have several."""
     mesh = mesh_of((1,), ("x",), AUTO)
     return m2.factorized_second_moment(
-        rules=m2.MatrixRules((("w", axes),)),
-        shardings=m2.Shardings(mesh, (("w", PartitionSpec()),)),
+        rules=m2.MatrixRules((("w.?", axes),)),
+        shardings=m2.Shardings(mesh, tuple((n, PartitionSpec()) for n in names)),
         **options,
     )
 
@@ -75,6 +75,7 @@ def as_for_cuda(monkeypatch):
         yield
     assert taken
     means._of_squares.clear_cache()
+    means._partial_sums.clear_cache()
 
 
 CASES = {
@@ -106,6 +107,40 @@ def test_bad_values_stay_in_their_matrix(interpreted, as_for_cuda):
     g[1, 5, 7] = np.nan
     row = np.asarray(tx.update({"w": g}, tx.init({"w": g}))[1].nu_row["w"])
     assert np.isnan(row[1, 5]) and np.isfinite(row[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("shape, axes", CASES.values(), ids=CASES)
+def test_leaves_alike_run_together(
+    shape, axes, nesterov, interpreted, as_for_cuda, monkeypatch
+):
+    """In stacks of two and one; what one of them holds does not reach the others."""
+    monkeypatch.setattr(factored, "JOINED", 2)
+    other = (*shape[:-2], 64, 32 * shape[-1])
+    shapes = {f"w{i}": shape for i in range(5)} | {"w5": other, "w6": other}
+    tx = _moments(axes, shapes, nesterov=nesterov)
+    state = tx.init({k: jnp.zeros(s) for k, s in shapes.items()})
+    r, c, m = ({k: 0.0 for k in shapes} for _ in range(3))
+    for step in range(2):
+        grads = {
+            k: normal32(s, 10 * step + i) for i, (k, s) in enumerate(shapes.items())
+        }
+        grads["w1"] *= 1e-10
+        grads["w4"][..., 3, 5] = np.nan
+        updates, state = tx.update(grads, state)
+        for k, g in grads.items():
+            g = g.astype(np.float64)
+            ins, outs = (d[0] % g.ndim for d in (axes.in_axis, axes.out_axis))
+            r[k] = 0.95 * r[k] + 0.05 * np.square(g).mean(outs, keepdims=True)
+            c[k] = 0.95 * c[k] + 0.05 * np.square(g).mean(ins, keepdims=True)
+            m[k] = 0.95 * m[k] + 0.05 * g
+            top = 0.95 * m[k] + 0.05 * g if nesterov else m[k]
+            root = np.sqrt(r[k] * c[k] / r[k].mean(ins, keepdims=True))
+            want = top / (root + 1e-10)
+            np.testing.assert_allclose(updates[k], want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(state.nu_row[k], r[k].squeeze(outs), rtol=1e-5)
+            np.testing.assert_allclose(state.nu_col[k], c[k].squeeze(ins), rtol=1e-5)
+    assert np.isfinite(updates["w3"]).all() and not np.isfinite(updates["w4"]).all()
 
 
 @pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
