@@ -33,23 +33,28 @@ PEERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
+def abstract(tx: optax.GradientTransformation, model: str) -> tuple[Any, Any]:
+    """The jitted, donated step, and the shapes of what it takes."""
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    shapes = models.leaves(model).items()
+    leaves = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes}
+    operands = leaves, jax.eval_shape(tx.init, leaves), leaves
+    return jax.jit(step, donate_argnums=(0, 1)), operands
+
+
 class JaxContender:
     """One optimizer's compiled step; buffers live only while it is timed."""
 
     def __init__(self, name: str, tx: optax.GradientTransformation, model: str):
         self.name, self.tx = name, tx
         self.shapes = models.leaves(model)
-
-        def step(params: Any, state: Any, grads: Any) -> Any:
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        abstract = {
-            k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in self.shapes.items()
-        }
-        state = jax.eval_shape(tx.init, abstract)
+        step, operands = abstract(tx, model)
         start = time.perf_counter()
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(abstract, state, abstract)
+        lowered = step.lower(*operands)
         self.step = lowered.compile()
         self.compile_s = time.perf_counter() - start
         memory = self.step.memory_analysis()

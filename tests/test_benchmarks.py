@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import overlap, profile, traces
+from benchmarks import compilation, overlap, profile, traces
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,16 @@ def test_a_profile_leaves_a_line(tmp_path, monkeypatch):
     (line,) = map(json.loads, out.read_text().splitlines())
     assert line["optimizer"] == "muon K=3" and line["ms"] > 0
     assert line["programs"] == {} and line["busy_ms"] == 0  # no GPU here
+
+
+def test_compilation_leaves_a_line_for_each_time(tmp_path, monkeypatch):
+    out = tmp_path / "compilation.jsonl"
+    argv = ["compilation", "--model", "tiny", "--optimizers", "muon K=3,optax.adamw"]
+    monkeypatch.setattr("sys.argv", [*argv, "--out", str(out)])
+    compilation.main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    told = [(line["optimizer"], line["time"]) for line in lines]
+    assert told == [(n, t) for n in ("muon K=3", "optax.adamw") for t in (1, 2)]
+    for line in lines:
+        parts = line["trace_s"] + line["lower_s"] + line["xla_s"]
+        assert line["total_s"] == pytest.approx(parts, abs=0.02) and parts > 0

@@ -1,0 +1,67 @@
+"""Seconds to trace, lower and compile the step of ``benchmarks.step``.
+
+``python -m benchmarks.compilation --model llama_1b`` does it twice for each optimizer:
+the first time in a process pays for what is loaded then.
+"""
+
+import argparse
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import models, record, step
+
+MAKERS = {**step.OURS, **step.PEERS}
+
+
+def measure(name: str, model: str) -> dict[str, Any]:
+    fn, operands = step.abstract(MAKERS[name](), model)
+    times = [time.perf_counter()]
+    traced = fn.trace(*operands)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    compiled = lowered.compile()
+    times.append(time.perf_counter())
+    trace_s, lower_s, xla_s = (round(b - a, 2) for a, b in zip(times, times[1:]))
+    return {
+        "benchmark": "compilation",
+        "model": model,
+        "optimizer": name,
+        "trace_s": trace_s,
+        "lower_s": lower_s,
+        "xla_s": xla_s,
+        "total_s": round(times[-1] - times[0], 2),
+        "hlo_lines": compiled.as_text().count("\n"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama_1b", choices=sorted(models.MODELS))
+    parser.add_argument("--optimizers", default="muon2 K=3,muon K=3,optax.adamw")
+    parser.add_argument("--times", type=int, default=2)
+    parser.add_argument("--commit", help="recorded where git is not there")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=record.RESULTS / "compilation.jsonl"
+    )
+    args = parser.parse_args()
+    environment = record.environment(args.commit)
+    # What every process pays once is not the step's.
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((64, 64))))
+    for name in args.optimizers.split(","):
+        for time_ in range(1, args.times + 1):
+            row = {**measure(name, args.model), "time": time_}
+            record.write(args.out, [{**row, **environment}])
+            print(
+                f"{name}, time {time_}: trace {row['trace_s']} + lower"
+                f" {row['lower_s']} + XLA {row['xla_s']} = {row['total_s']} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
