@@ -59,8 +59,8 @@ def run(
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
     # Not constants to XLA: what reads the k-th member is the same program for all k.
-    lots = min(size.panels // each, JOINED)
-    places = jax.lax.optimization_barrier([jnp.int32(k * each) for k in range(lots)])
+    most = min(size.panels // each, JOINED)
+    places = jax.lax.optimization_barrier([jnp.int32(k * each) for k in range(most)])
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         filled = sum(map(len, members))
@@ -85,7 +85,7 @@ def run(
         return done
 
     results: list[Any] = [None] * len(matrices)
-    for i, r in zip(order, in_lots(lot, flat, lots)):
+    for i, r in zip(order, in_lots(lot, flat, most)):
         results[i] = r.reshape(matrices[i].shape).astype(matrices[i].dtype)
     return tuple(results)
 

@@ -38,8 +38,8 @@ def product(
       members: how many of the stack are computed, all by default; what is returned for
         those after them means nothing.
       columns: of each matrix, if they are more than k: then A and B are panels of k
-        columns, as many for each matrix as hold its columns, and zeros behind these
-        in the last one. A known number of them does not make another kernel.
+        columns, as many for each matrix as hold its columns, and zeros behind these in
+        the last one. One kernel serves any number of columns.
       results: stack of what is returned, by default L.
       tiles: m must be a multiple of ``tiles.side``.
       interpret: ``pallas.mosaic_gpu.InterpretGPUParams()`` runs it on a CPU.
