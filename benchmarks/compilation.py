@@ -18,6 +18,7 @@ MAKERS = {**step.OURS, **step.PEERS}
 
 
 def measure(name: str, model: str) -> dict[str, Any]:
+    jax.clear_caches()  # of what was traced before
     fn, operands = step.abstract(MAKERS[name](), model)
     times = [time.perf_counter()]
     traced = fn.trace(*operands)

@@ -146,7 +146,8 @@ def _second_moments(
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         if means.in_stacks(x.name, x.g, x.axes, shardings):
-            key = (x.g.shape, x.g.dtype, x.row.dtype, x.col.dtype, x.axes)
+            # Types tell over which axes of a shard_map leaves vary.
+            key = (*map(jax.typeof, (x.g, x.row, x.col)), x.axes)
             groups.setdefault(key, []).append(i)
         else:
             row, col = means.of_squares(x.name, x.g, x.axes, shardings)

@@ -127,39 +127,53 @@ def chunk_size(
         return None
     if count * Tiles().squares(m) < 48:
         return None
-    return stack_size(count, m, n, max(1, int(CHUNK / (10 * m * m))))
+    return stack_size(count, m, n, int(CHUNK / (2 * m * m)))
 
 
 def fullest(most: int, m: int) -> int:
-    """Members of a stack, of more than half as many as may be.
+    """Members of a stack, of more than half as many as may be, that cost the least."""
+    return min(range(most, most // 2, -1), key=lambda size: cost(size, m))
 
-    As many as leave few multiprocessors without a square in the kernels' last round;
-    starting a kernel costs about a third of a round.
+
+def cost(members: int, m: int) -> float:
+    """Rounds of the kernels' squares per matrix, in products of m x m matrices.
+
+    The last round may leave multiprocessors without a square, and starting a kernel
+    costs about a third of a round.
     """
     tiles = fused.tiles_for(m)
     at_once = symmetric.clusters(tiles)
-
-    def cost(size: int) -> float:
-        return (-(-size * tiles.squares(m) // at_once) + 1 / 3) / size
-
-    return min(range(most, most // 2, -1), key=cost)
+    return (-(-members * tiles.squares(m) // at_once) + 1 / 3) / members
 
 
-def stack_size(count: int, m: int, n: int, most: int) -> fused.Stack:
-    """Of ``count`` matrices (m, n), with no more than ``most`` panels; or one matrix.
+def stack_size(count: int, m: int, n: int, room: int) -> fused.Stack:
+    """Of ``count`` matrices (m, n), with ``room`` for so many (m, m); or one matrix.
 
-    The same for all n, with as many Gram matrices as panels, for all to share their
-    kernels. But not where lots of as many matrices as XLA joins would leave many panels
-    unused, nor where the matrices are few.
+    With four Gram matrices and products of them for each. As many Gram matrices as
+    panels, and these the same for all n, where that costs little: then all share their
+    kernels. Where matrices of three panels, the most common wide ones, do not, none do;
+    nor where they are few. Otherwise those of no more than four panels run as many at
+    once, and share what multiplies Gram matrices.
     """
     each = symmetric.panels(m, n)
-    size = fullest(most, m)
     few = 2 ** (count - 1).bit_length()
-    held = min(size // each, fused.JOINED)
-    if few >= held and held * each >= 0.9 * size:
+    apart = fullest(max(1, min(fused.JOINED, room // (max(each, 4) + 4))), m)
+    # A few panels may stay empty.
+    size = fullest(max(1, min(int(1.1 * fused.JOINED), room // 5)), m)
+
+    def held(panels: int) -> int:
+        return min(size // panels, fused.JOINED)
+
+    def filled(panels: int) -> bool:
+        return held(panels) * panels >= 0.9 * size
+
+    if few >= held(each) and all(
+        filled(panels) and cost(held(panels), m) <= 1.05 * cost(apart, m)
+        for panels in (3, each)
+    ):
         return fused.Stack(size, size)
-    held = min(few, fullest(max(1, held), m))
-    return fused.Stack(held * each, held)
+    members = min(few, apart)
+    return fused.Stack(members * each, members)
 
 
 def takes_sums(g: Any, axes: ResolvedAxes, place: Placement | None) -> bool:

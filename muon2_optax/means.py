@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from muon2_optax import hopper, moments, placement
 from muon2_optax.axes import ResolvedAxes
@@ -23,7 +23,15 @@ def in_stacks(
     """Whether ``of_alike`` serves a leaf: where the kernel runs, on one device."""
     place = placement.placement(name, g, shardings)
     whole = place is None and placement.undivided(g, shardings)
-    return whole and hopper.takes_sums(g, axes, None)
+    return whole and _takes_kernel(g, axes, None)
+
+
+def _takes_kernel(g: jax.Array, axes: ResolvedAxes, place: Placement | None) -> bool:
+    """Not where an Explicit axis has a leaf, though it divides nothing: JAX gives no
+    part of such a leaf to a kernel."""
+    mesh = placement.typed_mesh(g) if place is None else None
+    explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+    return not explicit and hopper.takes_sums(g, axes, place)
 
 
 def of_alike(
@@ -60,7 +68,7 @@ def of_squares(
     place = placement.placement(name, g, shardings)
     whole = place is None and placement.undivided(g, shardings)
     local = placement.local_shape(g, place, whole)
-    kernel = (whole or place is not None) and hopper.takes_sums(g, axes, place)
+    kernel = (whole or place is not None) and _takes_kernel(g, axes, place)
     return _of_squares(g, axes, local, place, kernel)
 
 

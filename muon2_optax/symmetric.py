@@ -57,7 +57,8 @@ def product(
     # Operands, not constants: one compiled kernel serves every step of a schedule, and
     # each of them takes about a second to compile.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
-    counts = _counts(a, members, columns, -(-(columns or a.shape[2]) // tiles.depth))
+    across = -(-(columns or a.shape[2]) // tiles.depth)
+    counts = _counts(a, members, columns, across, results)
     return _call(
         factors, counts, a, b, *(c for _, c in addends), tiles=tiles, how=interpret,
         results=results,
@@ -101,7 +102,7 @@ def added(
         raise ValueError(f"no tiles {tiles} for panels {x.shape}, pieces {pieces}")
     one = jnp.ones(2, jnp.float32)
     across = right * -(-(columns or n) // right // tiles.side)
-    counts, cut = _counts(x, members, columns, across), (down, right)
+    counts, cut = _counts(x, members, columns, across, len(p)), (down, right)
     out = _call(one, counts, p, x, x, tiles=tiles, how=interpret, cut=cut)
     return out.reshape(down, right, stack, m // down, n // right) if pieces else out
 
@@ -112,11 +113,21 @@ def panels(n: int, columns: int | None) -> int:
 
 
 def _counts(
-    stack: jax.Array, members: int | None, columns: int | None, across: int
+    stack: jax.Array, members: int | None, columns: int | None, across: int, beside: int
 ) -> jax.Array:
-    """What the kernel learns at run time: members, panels of each, and its work."""
+    """What the kernel learns at run time: members, panels of each, and its work.
+
+    Raises:
+      ValueError: the stack, or the one of ``beside`` matrices, does not hold so many.
+    """
     each = panels(stack.shape[-1], columns)
-    members = len(stack) // each if members is None else members
+    most = min(len(stack) // each, beside)
+    members = most if members is None else members
+    if not members <= most or most == 0 != len(stack):
+        raise ValueError(
+            f"{members} matrices of {each} panels do not fit stacks of {len(stack)} and"
+            f" {beside}"
+        )
     return jnp.asarray([members, each, across], jnp.int32)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import PLAN, hopper_branch, needs_kernel  # noqa: F401
 
 import muon2_optax as m2
-from muon2_optax import coefficients, hopper, polar
+from muon2_optax import coefficients, fused, hopper, polar
 
 
 def _lowered(on, shapes, **options):
@@ -115,16 +115,8 @@ def test_stacks_are_bounded_and_alike(on_hopper):
     size = functools.partial(hopper.chunk_size, plan=PLAN, dtype=half)
     # Matrices of the same m share their kernels.
     assert size(72, (2048, 5472)) == size(96, (2048, 2048)) == (33, 33)
-    assert size(24, (768, 3072)) == (4 * 31, 31) and size(48, (768, 768)) == (31, 31)
     few = [size(n, (2048, 2048)).panels for n in (4, 5, 7, 9, 13, 17)]
     assert few == [4, 8, 8, 16, 16, 33]
-    assert size(1, (8192, 8192)) == (1, 1)
-    assert size(40, (5120, 13824)) == (3, 1)
-    assert size(24, (16384, 65536)) == (4, 1)
-    for count, m, n in [(72, 2048, 5472), (99, 768, 768), (3, 4096, 4096)]:
-        stack = size(count, (m, n))
-        assert (stack.panels + 4 * stack.grams) * 2 * m * m <= 1.4e9
-        assert stack.panels < 2 * count * -(-n // m)
     aol = coefficients.resolve("turbo", 3)
     assert hopper.chunk_size(72, (2048, 5472), aol, half) is None
 
@@ -139,32 +131,58 @@ def test_stacks_leave_few_multiprocessors_idle(most, m, size):
 
 
 @pytest.mark.parametrize(
-    "count, m, n, most, size",
+    "count, m, n, size",
     [
-        (96, 2048, 2048, 34, (33, 33)),
-        (72, 2048, 5472, 34, (33, 33)),  # 11 matrices of 3 panels
-        (9, 2048, 6145, 34, (33, 33)),  # 8 of 4, and one panel of zeros
-        (5, 2048, 5472, 34, (24, 8)),
-        (99, 768, 768, 237, (31, 31)),  # no more than are joined at once
-        (99, 768, 3072, 237, (124, 31)),
-        (3, 1024, 70000, 40, (69, 1)),  # one matrix, whatever its width
-        (1, 768, 768, 237, (1, 1)),
+        (96, 2048, 2048, (33, 33)),
+        (72, 2048, 5472, (33, 33)),  # 11 matrices of 3 panels
+        (24, 2560, 6912, (18, 18)),
+        (24, 2048, 8192, (80, 20)),  # 8 in 33 panels would leave much idle
+        (5, 2048, 5472, (24, 8)),
+        (99, 768, 768, (31, 31)),  # no more than are joined at once
+        (99, 768, 3072, (124, 31)),
+        (96, 1024, 1024, (32, 32)),
+        (64, 1024, 4096, (128, 32)),
+        (64, 4096, 4096, (5, 5)),
+        (64, 4096, 11008, (15, 5)),
+        (84, 3072, 8192, (27, 9)),
+        (80, 5120, 13824, (9, 3)),
+        (1, 8192, 8192, (1, 1)),
+        (3, 8192, 28672, (4, 1)),  # one matrix, whatever its width
+        (8, 1024, 70000, (414, 6)),
+        (24, 16384, 65536, (4, 1)),
     ],
 )
-def test_stacks_hold_whole_matrices(count, m, n, most, size):
-    assert hopper.stack_size(count, m, n, most) == size
+def test_stacks_hold_whole_matrices(count, m, n, size, on_hopper):
+    assert hopper.chunk_size(count, (m, n), PLAN, jnp.dtype(jnp.float16)) == size
+
+
+@pytest.mark.parametrize("m", range(768, 8193, 128))
+@pytest.mark.parametrize("ratio", [1, 1.25, 2, 8 / 3, 3.5, 4, 7.5])
+def test_stacks_are_filled_and_bounded(m, ratio, on_hopper):
+    n, room = int(m * ratio), 1.4e9 / (2 * m * m)
+    each = -(-n // m)
+    stack = hopper.chunk_size(200, (m, n), PLAN, jnp.dtype(jnp.float16))
+    members = min(stack.panels // each, fused.JOINED)
+    assert members == 1 or stack.panels + 4 * stack.grams <= room
+    assert members * each >= 0.9 * stack.panels and stack.grams >= members
+    # No cheaper with as many at once as find room beside four panels.
+    most = max(1, min(fused.JOINED, int(room / (4 + max(4, each)))))
+    best = min(hopper.cost(k, m) for k in range(most, most // 2, -1))
+    assert hopper.cost(members, m) <= 1.05 * best
 
 
 KERNELS = """
+import sys
 import jax, jax.numpy as jnp
-from muon2_optax import coefficients, hopper, polar
+from muon2_optax import coefficients, fused, hopper, polar
 
 def all_widths(*xs):
     square, wide = xs[:40], xs[40:]
     plan = coefficients.resolve("keller", 3)
     return [polar.orthogonalize(part, plan) for part in (square, wide)]
 
-shapes = [(2048, 2048)] * 40 + [(2048, 5472)] * 9 + [(5472, 2048)] * 8
+m, n = map(int, sys.argv[1:])
+shapes = [(m, m)] * 40 + [(m, n)] * 9 + [(n, m)] * 8
 xs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
 with hopper.kernels(True):
     text = jax.jit(all_widths).trace(*xs).lower(lowering_platforms=("cuda",)).as_text()
@@ -173,12 +191,16 @@ print(text.count("custom_call @mosaic_gpu"))
 
 
 @needs_kernel
-def test_two_kernels_for_all_matrices_of_a_height():
+@pytest.mark.parametrize("m, n, count", [(2048, 5472, 2), (1024, 4096, 4)])
+def test_kernels_for_all_matrices_of_a_height(m, n, count):
     """Each takes a GPU's compiler a second."""
     done = subprocess.run(
-        [sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True
+        [sys.executable, "-c", KERNELS, str(m), str(n)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout.split() == ["2"]
+    assert done.stdout.split() == [str(count)]
 
 
 def test_importing_the_package_does_not_import_pallas():

@@ -116,6 +116,13 @@ def test_leaves_alike_run_together(
 ):
     """In stacks of two and one; what one of them holds does not reach the others."""
     monkeypatch.setattr(factored, "JOINED", 2)
+    stacked, sizes = factored._stacked, []
+
+    def counted(leaves, b2):
+        sizes.append(len(leaves))
+        return stacked(leaves, b2)
+
+    monkeypatch.setattr(factored, "_stacked", counted)
     other = (*shape[:-2], 64, 32 * shape[-1])
     shapes = {f"w{i}": shape for i in range(5)} | {"w5": other, "w6": other}
     tx = _moments(axes, shapes, nesterov=nesterov)
@@ -140,7 +147,37 @@ def test_leaves_alike_run_together(
             np.testing.assert_allclose(updates[k], want, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(state.nu_row[k], r[k].squeeze(outs), rtol=1e-5)
             np.testing.assert_allclose(state.nu_col[k], c[k].squeeze(ins), rtol=1e-5)
+    assert sizes == [2, 2, 1, 2] * 2
     assert np.isfinite(updates["w3"]).all() and not np.isfinite(updates["w4"]).all()
+
+
+def test_leaves_that_vary_and_those_that_do_not(interpreted, as_for_cuda):
+    """In a user's shard_map, which checks what is replicated."""
+    mesh = mesh_of((2,), ("x",), AUTO)
+    tx = m2.factorized_second_moment(
+        rules=m2.MatrixRules(((".", m2.MatrixAxes(0, 1)),))
+    )
+    specs = {"a": PartitionSpec("x"), "b": PartitionSpec()}
+    g = {"a": normal32((128, 64)), "b": normal32((64, 64))}
+    run = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g))[0],
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=specs,
+    )
+    got = jax.eval_shape(run, g)
+    assert {k: v.shape for k, v in got.items()} == {k: v.shape for k, v in g.items()}
+
+
+def test_on_an_explicit_mesh_of_one_device(monkeypatch):
+    monkeypatch.setattr(hopper, "SUMS", 0)
+    mesh = mesh_of((1, 1), ("x", "y"), EXPLICIT)
+    g = place({"w": normal32((64, 96))}, mesh, {"w": PartitionSpec("x", None)})
+    tx = m2.factorized_second_moment(b2=0.0)
+    with jax.set_mesh(mesh), hopper.kernels(True):
+        state = jax.jit(lambda g: tx.update(g, tx.init(g))[1])(g)
+    square = np.square(np.asarray(g["w"], np.float64))
+    _close(state.nu_row["w"], square.mean(1))
 
 
 @pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=["auto", "explicit"])

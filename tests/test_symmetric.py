@@ -81,6 +81,36 @@ def test_product_of_panels(columns, interpret):
 
 
 @needs_kernel
+def test_panels_wider_than_tiles(interpret):
+    """The last tiles of a panel are neither written nor read."""
+    x = stack((1, 256, 330))
+    panels = _panels(x, 256)[:2]
+    panels[1, :, 128:] = np.nan
+    half, options = jnp.asarray(panels), {"tiles": SMALL, "interpret": interpret}
+    got = symmetric.product(half, half, alpha=0.5, columns=330, **options)
+    eps = jnp.finfo(jnp.float16).eps
+    reference.assert_symmetric_product(got[:1], x, [], 0.5, eps)
+    p = stack((1, 256, 256), 1) / 32
+    got = symmetric.added(jnp.asarray(p), half, columns=330, **options)
+    want = x + p.astype(np.float64) @ x.astype(np.float64)
+    got = np.concatenate(np.asarray(got), axis=1)
+    assert relative_error(got[None, :, :330], want) < 1e-3
+    assert not got[:, 330:384].any()
+
+
+def test_stacks_that_are_too_short_are_refused():
+    x, p = jnp.ones((6, 128, 128), jnp.float16), jnp.ones((1, 128, 128), jnp.float16)
+    for call in (
+        lambda: symmetric.product(x, x, columns=300, members=3, tiles=SMALL),
+        lambda: symmetric.product(x, x, columns=300, results=1, members=2, tiles=SMALL),
+        lambda: symmetric.product(x, x, columns=900, tiles=SMALL),
+        lambda: symmetric.added(p, x, columns=300, members=2, tiles=SMALL),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            call()
+
+
+@needs_kernel
 @pytest.mark.parametrize("columns", [200, 256, 330])
 def test_added_to_panels(columns, interpret):
     p, x = stack((5, 128, 128)) / 16, stack((2, 128, columns), 1)
