@@ -14,12 +14,10 @@ import jax.numpy as jnp
 
 from benchmarks import models, record, step
 
-MAKERS = {**step.OURS, **step.PEERS}
-
 
 def measure(name: str, model: str) -> dict[str, Any]:
     jax.clear_caches()  # of what was traced before
-    fn, operands = step.abstract(MAKERS[name](), model)
+    fn, operands = step.abstract(step.MAKERS[name](), model)
     times = [time.perf_counter()]
     traced = fn.trace(*operands)
     times.append(time.perf_counter())

@@ -46,12 +46,7 @@ def copy_bandwidth(elements: int, repeats: int, chain: int) -> float:
 
 def step_of(tx: optax.GradientTransformation) -> Any:
     chained = optax.chain(tx, optax.scale_by_learning_rate(0.02))
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = chained.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return chained, jax.jit(step, donate_argnums=(0, 1))
+    return chained, jax.jit(timing.full_step(chained), donate_argnums=(0, 1))
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from benchmarks import timing
 from examples.state import abstract_opt_state
 
 
@@ -13,12 +14,7 @@ def compile_step(
     tx: optax.GradientTransformation, params: Any, mesh: Mesh
 ) -> tuple[Any, Any]:
     """The donated step, update and apply, and the abstract state that it takes."""
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     state = abstract_opt_state(tx, params, mesh)
     out = jax.tree.map(lambda x: x.sharding, (params, state))
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+    jitted = jax.jit(timing.full_step(tx), donate_argnums=(0, 1), out_shardings=out)
     return jitted.lower(params, state, params).compile(), state

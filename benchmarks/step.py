@@ -31,19 +31,15 @@ PEERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "optax.contrib.muon": lambda: optax.contrib.muon(0.02),
     "optax.adamw": lambda: optax.adamw(1e-3),
 }
+MAKERS = {**OURS, **PEERS}
 
 
 def abstract(tx: optax.GradientTransformation, model: str) -> tuple[Any, Any]:
     """The jitted, donated step, and the shapes of what it takes."""
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     shapes = models.leaves(model).items()
     leaves = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes}
     operands = leaves, jax.eval_shape(tx.init, leaves), leaves
-    return jax.jit(step, donate_argnums=(0, 1)), operands
+    return jax.jit(timing.full_step(tx), donate_argnums=(0, 1)), operands
 
 
 class JaxContender:
@@ -103,7 +99,7 @@ class TorchContender:
 
 def contenders(model: str, only: str | None) -> list[Any]:
     made: list[Any] = []
-    for name, make in {**OURS, **PEERS}.items():
+    for name, make in MAKERS.items():
         if only is None or name in only.split(","):
             made.append(JaxContender(name, make(), model))
             print(f"compiled {name}: {made[-1].compile_s:.1f} s", flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import optax
 
 # Steps that are issued before the first one is waited for. A training loop does not
 # wait between steps: while the device works, the host prepares the next one. With 1,
@@ -13,6 +14,16 @@ import jax
 CHAIN = 5
 # Gradients that are taken in turn, if one of them has no more bytes than this.
 GRADIENTS, ONE_ONLY = 3, 8e9
+
+
+def full_step(tx: optax.GradientTransformation) -> Callable[[Any, Any, Any], Any]:
+    """Update and apply: (params, state, grads) -> params, state."""
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def milliseconds(

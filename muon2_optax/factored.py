@@ -9,9 +9,14 @@ import optax
 
 from muon2_optax import dtypes, means, moments, placement, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.orthogonalize import require_matrix, rules_or_default
+from muon2_optax.orthogonalize import (
+    require_matrix,
+    required_matrices,
+    rules_or_default,
+)
 from muon2_optax.placement import Shardings
 from muon2_optax.rules import MatrixRules
+from muon2_optax.stacks import even
 
 # Leaves whose statistics are joined: XLA fuses that for no more than about as many (96
 # operands, two for each).
@@ -97,14 +102,8 @@ def factorized_second_moment(
         mu_scale, nu_scale = moments.corrections(
             b1, b2, count, nesterov, bias_correction
         )
-        leaves: list[_Leaf] = []
-
-        def collect(name: str, *values: jax.Array) -> tuple[jax.Array, ...]:
-            axes = require_matrix(rules, name, values[0])
-            leaves.append(_Leaf(name, axes, *values))
-            return values
-
-        trees.map_leaves(collect, updates, state.mu, state.nu_row, state.nu_col)
+        columns = required_matrices(rules, updates, state.nu_row, state.nu_col)
+        leaves = [_Leaf(*row) for row in zip(*columns)]
         moment = iter(_second_moments(leaves, b2, shardings))
 
         def leaf(
@@ -133,7 +132,6 @@ class _Leaf(NamedTuple):
     name: str
     axes: ResolvedAxes
     g: jax.Array
-    mu: jax.Array
     row: jax.Array
     col: jax.Array
 
@@ -145,16 +143,18 @@ def _second_moments(
     done: list[Any] = [None] * len(leaves)
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
-        if means.in_stacks(x.name, x.g, x.axes, shardings):
+        place = placement.placement(x.name, x.g, shardings)
+        whole = place is None and placement.undivided(x.g, shardings)
+        if means.in_stacks(x.g, x.axes, whole):
             # Types tell over which axes of a shard_map leaves vary.
             key = (*map(jax.typeof, (x.g, x.row, x.col)), x.axes)
             groups.setdefault(key, []).append(i)
         else:
-            row, col = means.of_squares(x.name, x.g, x.axes, shardings)
+            row, col = means.of_squares(x.g, x.axes, place, whole)
             r, c = moments.average(x.row, row, b2), moments.average(x.col, col, b2)
             done[i] = r, c, root_of_outer(r, c, x.axes)
     for group in groups.values():
-        size = -(-len(group) // -(-len(group) // JOINED))
+        size = even(len(group), JOINED)
         for low in range(0, len(group), size):
             some = group[low : low + size]
             for i, found in zip(some, _stacked([leaves[i] for i in some], b2)):

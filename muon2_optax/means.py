@@ -10,28 +10,22 @@ from jax.sharding import AxisType, PartitionSpec
 
 from muon2_optax import hopper, moments, placement
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.placement import Axes, Placement, Shardings
+from muon2_optax.placement import Axes, Placement
 
 # Rows that are averaged first, and the averages then: a reduction across memory, whose
 # two stages give a GPU enough to do at once. In one stage XLA would store all squares.
 GROUP = 16
 
 
-def in_stacks(
-    name: str, g: jax.Array, axes: ResolvedAxes, shardings: Shardings | None
-) -> bool:
-    """Whether ``of_alike`` serves a leaf: where the kernel runs, on one device."""
-    place = placement.placement(name, g, shardings)
-    whole = place is None and placement.undivided(g, shardings)
-    return whole and _takes_kernel(g, axes, None)
+def in_stacks(g: jax.Array, axes: ResolvedAxes, whole: bool) -> bool:
+    """Whether ``of_alike`` serves a leaf: where the kernel runs, on one device.
 
-
-def _takes_kernel(g: jax.Array, axes: ResolvedAxes, place: Placement | None) -> bool:
-    """Not where an Explicit axis has a leaf, though it divides nothing: JAX gives no
-    part of such a leaf to a kernel."""
-    mesh = placement.typed_mesh(g) if place is None else None
+    Not where an Explicit axis has a leaf, though it divides nothing: JAX gives no part
+    of such a leaf to a kernel.
+    """
+    mesh = placement.typed_mesh(g)
     explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-    return not explicit and hopper.takes_sums(g, axes, place)
+    return whole and not explicit and hopper.takes_sums(g, axes, None)
 
 
 def of_alike(
@@ -40,13 +34,7 @@ def of_alike(
     """``of_squares`` of leaves alike, as stacks along a new axis 0."""
 
     def cuda(*gs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        *batch, m, n = gs[0].shape
-        rows, columns = zip(*(_partial_sums(g) for g in gs))
-        pair = (
-            _total(jnp.concatenate(rows), max(m, n) / n).reshape(-1, *batch, m),
-            _total(jnp.concatenate(columns), max(m, n) / m).reshape(-1, *batch, n),
-        )
-        return pair if axes.ins == (gs[0].ndim - 2,) else pair[::-1]
+        return _in_order(_on_kernel(gs, gs[0].shape[-2:]), axes)
 
     def stock(*gs: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows, columns = zip(*(plain(g, axes, g.shape) for g in gs))
@@ -57,67 +45,86 @@ def of_alike(
 
 
 def of_squares(
-    name: str, g: jax.Array, axes: ResolvedAxes, shardings: Shardings | None
+    g: jax.Array, axes: ResolvedAxes, place: Placement | None, whole: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Means of |g|^2 over the output axes and over the input axes.
+
+    Args:
+      g: a leaf.
+      axes: of its matrices.
+      place: where it lives, as ``placement.placement`` tells.
+      whole: without a place, whether it is ``placement.undivided``.
 
     Returns:
       The first without the output axes, and with one more, last, axis of blocks where
       there are several; the second without the input axes.
     """
-    place = placement.placement(name, g, shardings)
-    whole = place is None and placement.undivided(g, shardings)
     local = placement.local_shape(g, place, whole)
-    kernel = (whole or place is not None) and _takes_kernel(g, axes, place)
-    return _of_squares(g, axes, local, place, kernel)
+    kernel = place is not None and hopper.takes_sums(g, axes, place)
+    return _of_squares(g, axes, local, place if kernel else None)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _of_squares(
     g: jax.Array,
     axes: ResolvedAxes,
     local: tuple[int | None, ...],
     place: Placement | None,
-    kernel: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same; ``local``: each device's shape, as far as it is known."""
+    """The same; ``local``: each device's shape, as far as it is known.
+
+    With a place, on the kernel there: what decides it is no part of the trace.
+    """
     stock = functools.partial(plain, axes=axes, local=local)
-    if not kernel:
+    if place is None:
         return stock(g)
-    fused = functools.partial(_in_one_pass, axes=axes, place=place)
-    cuda = hopper.differentiable(fused, stock)
+    on_mesh = functools.partial(_on_mesh, axes=axes, place=place)
+    cuda = hopper.differentiable(on_mesh, stock)
     return jax.lax.platform_dependent(g, cuda=cuda, default=stock)
 
 
-def _in_one_pass(
-    g: jax.Array, axes: ResolvedAxes, place: Placement | None
+def _on_mesh(
+    g: jax.Array, axes: ResolvedAxes, place: Placement
 ) -> tuple[jax.Array, jax.Array]:
-    """On the kernel: matrices in the last two axes, on a mesh each device its part."""
-    m, n = g.shape[-2:]
-    over_rows, over_columns = place.dims[-2:] if place else ((), ())
+    """On the kernel, each device its part."""
+    spec = tuple(place.spec) + (None,) * (g.ndim - len(place.spec))
 
     def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, columns = _partial_sums(x)
-        largest = max(x.shape[-2:])
-        return (
-            _total(rows, largest / n, over_columns).reshape(x.shape[:-1]),
-            _total(columns, largest / m, over_rows).reshape(*x.shape[:-2], -1),
-        )
+        rows, columns = _on_kernel([x], g.shape[-2:], place.dims[-2:])
+        return rows[0], columns[0]
 
-    if place is not None:
-        spec = tuple(place.spec) + (None,) * (g.ndim - len(place.spec))
-        part = jax.shard_map(
-            part,
-            mesh=place.mesh,
-            in_specs=PartitionSpec(*spec),
-            out_specs=(
-                PartitionSpec(*spec[:-1]),
-                PartitionSpec(*spec[:-2], spec[-1]),
-            ),
-            check_vma=False,
-        )
-    pair = part(g)
-    return pair if axes.ins == (g.ndim - 2,) else pair[::-1]
+    run = jax.shard_map(
+        part,
+        mesh=place.mesh,
+        in_specs=PartitionSpec(*spec),
+        out_specs=(PartitionSpec(*spec[:-1]), PartitionSpec(*spec[:-2], spec[-1])),
+        check_vma=False,
+    )
+    return _in_order(run(g), axes)
+
+
+def _in_order(
+    pair: tuple[jax.Array, jax.Array], axes: ResolvedAxes
+) -> tuple[jax.Array, jax.Array]:
+    """Means of rows and of columns as those over outputs and over inputs."""
+    return pair if axes.ins == (len(axes.shape) - 2,) else pair[::-1]
+
+
+def _on_kernel(
+    xs: Sequence[jax.Array],
+    whole: Sequence[int],
+    over: Sequence[Axes] = ((), ()),
+) -> tuple[jax.Array, jax.Array]:
+    """Means along rows and along columns of leaves alike, or of their local parts.
+
+    ``whole``: rows and columns of the matrices, which the mesh axes ``over`` divide.
+    """
+    *batch, m, n = xs[0].shape
+    rows, columns = zip(*(_partial_sums(x) for x in xs))
+    along = _total(jnp.concatenate(rows), max(m, n) / whole[1], over[1])
+    across = _total(jnp.concatenate(columns), max(m, n) / whole[0], over[0])
+    count = len(xs)
+    return along.reshape(count, *batch, m), across.reshape(count, *batch, n)
 
 
 @jax.jit
@@ -129,7 +136,7 @@ def _partial_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return sums.of_squares(x.reshape(-1, *x.shape[-2:]))
 
 
-def _total(parts: jax.Array, scale: float, over: Axes = ()) -> jax.Array:
+def _total(parts: jax.Array, scale: float, over: Axes) -> jax.Array:
     """Means (L, length) of the partial sums (L, count, length)."""
     total = jnp.sum(parts, axis=1) * scale
     total = jax.lax.psum(total, over) if over else total

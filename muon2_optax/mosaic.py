@@ -21,28 +21,22 @@ _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 @functools.partial(
-    jax.jit, static_argnames=("tiles", "clusters", "how", "cut", "results")
+    jax.jit, static_argnames=("shape", "tiles", "clusters", "how", "cut")
 )
 def launch(
     factors: jax.Array,
     counts: jax.Array,
     *operands: jax.Array,
+    shape: tuple[int, int, int],
     tiles: Tiles,
     clusters: int,
     how: Any,
     cut: tuple[int, int] | None = None,
-    results: int = 0,
 ) -> jax.Array:
     """The symmetric product, or A B in pieces where ``cut`` says in how many."""
-    a, b, *_ = operands
-    m = a.shape[1]
-    shape = (results, m, m)
-    if cut is not None:
-        down, right = cut
-        shape = (down * right * len(b), m // down, b.shape[-1] // right)
     run = plgpu.kernel(
         functools.partial(kernel, tiles=tiles, cut=cut),
-        out_type=jax.ShapeDtypeStruct(shape, a.dtype),
+        out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
         grid=(clusters,),
         grid_names=("clusters",),
         cluster=(tiles.cluster,),

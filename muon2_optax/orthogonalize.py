@@ -133,18 +133,17 @@ def require_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
 
 
 def required_matrices(
-    rules: MatrixRules, updates: optax.Updates
-) -> tuple[list[str], list[ResolvedAxes], list[jax.Array]]:
-    """Paths, axes and values of all leaves, each of which must be a matrix."""
-    names: list[str] = []
-    axes: list[ResolvedAxes] = []
-    leaves: list[jax.Array] = []
+    rules: MatrixRules, updates: optax.Updates, *states: Any
+) -> tuple[list[Any], ...]:
+    """Paths, axes and values of all leaves, each of which must be a matrix.
 
-    def collect(name: str, leaf: jax.Array) -> tuple[jax.Array]:
-        names.append(name)
-        axes.append(require_matrix(rules, name, leaf))
-        leaves.append(leaf)
-        return (leaf,)
+    And the values of the states beside them.
+    """
+    rows: list[tuple[Any, ...]] = []
 
-    trees.map_leaves(collect, updates)
-    return names, axes, leaves
+    def collect(name: str, leaf: jax.Array, *beside: jax.Array) -> tuple[Any, ...]:
+        rows.append((name, require_matrix(rules, name, leaf), leaf, *beside))
+        return leaf, *beside
+
+    trees.map_leaves(collect, updates, *states)
+    return tuple(map(list, zip(*rows))) or ([],) * (3 + len(states))

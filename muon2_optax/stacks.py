@@ -12,6 +12,11 @@ from jax.sharding import AxisType
 TOGETHER = 8
 
 
+def even(count: int, most: int) -> int:
+    """The size of groups, of no more than ``most``, that are as equal as can be."""
+    return -(-count // -(-count // most))
+
+
 def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
     """The parts, some in one, so that their stack can be written fast.
 
@@ -20,7 +25,7 @@ def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
     """
     if not parts:
         return []
-    size = -(-len(parts) // -(-len(parts) // TOGETHER))
+    size = even(len(parts), TOGETHER)
     return [jnp.concatenate(parts[i : i + size]) for i in range(0, len(parts), size)]
 
 

@@ -50,18 +50,19 @@ def product(
     tiles = tiles or Tiles()
     if a.shape[1] % tiles.side or a.shape[2] % tiles.depth or b.shape != a.shape:
         raise ValueError(f"no tiles {tiles} for {a.shape} and {b.shape}")
-    results = len(a) if results is None else results
-    if a.shape == (results, a.shape[1], a.shape[1]):
+    m = a.shape[1]
+    shape = (len(a) if results is None else results, m, m)
+    if a.shape == shape:
         # Whatever has the shape of an addend: what comes with zero is not read.
         addends += ((0.0, a),) * (ADDENDS - len(addends))
     # Operands, not constants: one compiled kernel serves every step of a schedule, and
     # each of them takes about a second to compile.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
     across = -(-(columns or a.shape[2]) // tiles.depth)
-    counts = _counts(a, members, columns, across, results)
+    counts = _counts(a, members, columns, across, shape[0])
     return _call(
         factors, counts, a, b, *(c for _, c in addends), tiles=tiles, how=interpret,
-        results=results,
+        shape=shape,
     )  # fmt: skip
 
 
@@ -103,7 +104,8 @@ def added(
     one = jnp.ones(2, jnp.float32)
     across = right * -(-(columns or n) // right // tiles.side)
     counts, cut = _counts(x, members, columns, across, len(p)), (down, right)
-    out = _call(one, counts, p, x, x, tiles=tiles, how=interpret, cut=cut)
+    shape = (down * right * stack, m // down, n // right)
+    out = _call(one, counts, p, x, x, tiles=tiles, how=interpret, cut=cut, shape=shape)
     return out.reshape(down, right, stack, m // down, n // right) if pieces else out
 
 

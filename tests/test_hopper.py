@@ -174,7 +174,7 @@ def test_stacks_are_filled_and_bounded(m, ratio, on_hopper):
 KERNELS = """
 import sys
 import jax, jax.numpy as jnp
-from muon2_optax import coefficients, fused, hopper, polar
+from muon2_optax import coefficients, hopper, polar
 
 def all_widths(*xs):
     square, wide = xs[:40], xs[40:]
