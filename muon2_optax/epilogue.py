@@ -19,6 +19,7 @@ class Epilogue:
     """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks."""
 
     factors: Any
+    addends: Any  # how many of c_hbm are added
     c_hbm: Sequence[Any]
     out_hbm: Any
     blocks: Any
@@ -39,7 +40,7 @@ class Epilogue:
     def _fetch(self, n: int) -> None:
         for which, source in enumerate(self.c_hbm):
 
-            @pl.when(self.factors[1 + which] != 0)
+            @pl.when(which < self.addends)
             def _() -> None:
                 plgpu.copy_gmem_to_smem(
                     self._window(source, n, self.place),  # noqa: B023
@@ -47,18 +48,23 @@ class Epilogue:
                     self._barrier(n, which),  # noqa: B023
                 )
 
-    def _barrier(self, n: int, which: int) -> Any:
+    def _barrier(self, n: int, which: Any) -> Any:
         return self.arrived.at[4 * which + self.group * 2 + n % 2]
 
-    def _plus(self, piece: Any, n: int, which: int) -> Any:
-        """The n-th block with its part of an addend."""
-        beta = self.factors[1 + which]
+    def _sum(self, piece: Any, n: int) -> Any:
+        """The n-th block with its parts of the addends.
 
-        def some() -> Any:
+        A loop, though there are few: written out, it takes a tenth longer to compile.
+        """
+
+        def plus(which: Any, piece: Any) -> Any:
             plgpu.barrier_wait(self._barrier(n, which))
+            beta = self.factors[-1]
+            for i in reversed(range(len(self.c_hbm) - 1)):
+                beta = lax.select(which == i, self.factors[1 + i], beta)
             return piece + beta * self.blocks[n % 2, which].astype(jnp.float32)
 
-        return lax.cond(beta != 0, some, lambda: piece)
+        return lax.fori_loop(0, self.addends, plus, piece)
 
     def start(self) -> None:
         """Asks for the first addends; they arrive while the tile is multiplied."""
@@ -73,8 +79,8 @@ class Epilogue:
             row, column = divmod(n * BLOCK, self.shape[1])
             row *= BLOCK
             piece = value[row : row + BLOCK, column : column + BLOCK] * self.factors[0]
-            for which in range(len(self.c_hbm)):
-                piece = self._plus(piece, n, which)
+            if self.c_hbm:
+                piece = self._sum(piece, n)
             piece = piece.astype(self.out_hbm.dtype)
             # There is one buffer for mirrors: the last block must have left it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

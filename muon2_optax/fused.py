@@ -6,7 +6,6 @@ schedule's leading coefficients a, which leaves X <- X + P X for each run of ste
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,17 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import symmetric
+from muon2_optax import packing, symmetric
 from muon2_optax.coefficients import Frobenius, Plan
-from muon2_optax.stacks import in_lots, joined, rows_major, totals
+from muon2_optax.stacks import in_lots, totals
 
 # The kernel's operand A B^T counts in columns of this many elements.
 COLUMNS = 64
 # Gram matrices are kept times this, out of the range where float16 loses bits.
 GRAIN = 512.0
-# Leaves of a lot: XLA joins no more than about as many (96 operands, up to three for
-# each) in the pass that narrows them, and stores what is left over once more.
-JOINED = 32
 # For sides that larger tiles do not divide, or make too few of.
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
@@ -52,100 +48,26 @@ def run(
     """
     m, n = sorted(matrices[0].shape[-2:])
     each = symmetric.panels(m, n)
-    # Those of one form in a row: fewer passes, and more of them the same.
-    order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape[-2] != m)
+    # Those of one form in a row: fewer programs write them. Tall ones first: such that
+    # fill a stack are not copied into it.
+    order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape[-2] == m)
     flat = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in order]
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
 
-    # Not constants to XLA: what reads the k-th member is the same program for all k.
-    most = min(size.panels // each, JOINED)
-    places = jax.lax.optimization_barrier([jnp.int32(k * each) for k in range(most)])
-
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         filled = sum(map(len, members))
-        # Factors of each lot's own, behind a barrier: so the passes that make lots
-        # ready are one program, and XLA does not make two ready in one pass.
-        mine = jax.lax.optimization_barrier(factors[first : first + filled])
-        stack = _ready(members, mine, size.panels, dtype)
-        if gain(plan.rows) < 0:
-            stack = -stack
+        mine = factors[first : first + filled]
+        stack = packing.written(members, mine, gain(plan.rows) < 0, size.panels, dtype)
         outputs = iterate(
             stack, chunks, interpret, members=filled, columns=n, grams=size.grams
         )
-        # Two to XLA: in one pass it would turn some members and not others.
-        wide, tall = jax.lax.optimization_barrier((outputs, outputs))
-        done, start = [], 0
-        for y in members:
-            turned = y.shape[1] != m
-            o = tall if turned else wide
-            o = jax.lax.dynamic_slice_in_dim(o, places[start], len(y) * each)
-            done.append(_whole(o, y.shape))
-            start += len(y)
-        return done
+        return packing.read(outputs, members)
 
     results: list[Any] = [None] * len(matrices)
-    for i, r in zip(order, in_lots(lot, flat, most)):
+    for i, r in zip(order, in_lots(lot, flat, size.panels // each)):
         results[i] = r.reshape(matrices[i].shape).astype(matrices[i].dtype)
     return tuple(results)
-
-
-def _ready(
-    members: Sequence[jax.Array], factors: jax.Array, size: int, dtype: jnp.dtype
-) -> jax.Array:
-    """Panels (size, m, m) of the members times their factors' squares, and zeros.
-
-    In few passes: each joins, multiplies and narrows its matrices, pads and turns them.
-    """
-    m, n = sorted(members[0].shape[-2:])
-
-    def scaled(y: jax.Array, first: int) -> jax.Array:
-        # One after the other: the square may be out of range where both products fit.
-        factor = factors[first : first + len(y), None, None]
-        return y.astype(factor.dtype) * factor * factor
-
-    parts: list[jax.Array] = []
-    first = 0
-    for _, run in itertools.groupby(members, lambda y: (y.shape[1:], y.dtype)):
-        some = list(run)
-        if some[0].shape[1] == m:
-            # One by one: a factor that varies along a stack is loaded for each element.
-            starts = itertools.accumulate(map(len, some), initial=first)
-            parts += joined([scaled(y, i) for y, i in zip(some, starts)])
-        else:
-            # All at once, as this pass takes any number.
-            parts.append(scaled(jnp.concatenate(some), first))
-        first += sum(map(len, some))
-    behind = [0] * (len(parts) - 1) + [size - first * symmetric.panels(m, n)]
-    ready = [_panels(rows_major(y.astype(dtype)), k) for y, k in zip(parts, behind)]
-    # As rows: XLA writes so many elements per thread as divide the lengths joined.
-    return jnp.concatenate([y.reshape(-1, m) for y in ready]).reshape(size, m, m)
-
-
-def _panels(y: jax.Array, behind: int) -> jax.Array:
-    """Matrices (L, m, n) or (L, n, m) as panels (L * panels + behind, m, m).
-
-    Columns, and panels, of zeros change nothing.
-    """
-    m, n = sorted(y.shape[1:])
-    each = symmetric.panels(m, n)
-    zeros = [(0, 0), *((0, -k % m) for k in y.shape[1:])]
-    if y.shape[1] == m:
-        y = jnp.pad(y, zeros).reshape(-1, m, each, m)
-        y = jnp.swapaxes(y, 1, 2).reshape(-1, m, m)
-        return jnp.pad(y, [(0, behind), (0, 0), (0, 0)])
-    # Padded before they are turned: so the result is where it belongs.
-    y = jnp.pad(y, zeros).reshape(-1, m, m)
-    return jnp.pad(y, [(0, behind), (0, 0), (0, 0)]).mT
-
-
-def _whole(panels: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Matrices of this shape, inverse of ``_panels``."""
-    count, *sides = shape
-    m, n = sorted(sides)
-    y = jnp.swapaxes(panels.reshape(count, -1, m, m), 1, 2)
-    y = y.reshape(count, m, -1)[..., :n]
-    return y if sides[0] == m else rows_major(rows_major(y).mT)
 
 
 def run_pieces(

@@ -19,6 +19,9 @@ from muon2_optax.tiles import Tiles
 # Bytes of a stack's 16-bit panels and of the four Gram matrices and products beside
 # each: what bounds the memory of a step.
 CHUNK = 1.4e9
+# Matrices in a stack, about: XLA joins no more (96 operands, up to three for each) in
+# the pass that turns tall ones, and stores what is left over once more.
+LOT = 32
 # Largest product of leading coefficients that the input may be multiplied by.
 LARGEST = 8192.0
 # Entries of a matrix from which on its sums of squares have a kernel.
@@ -157,20 +160,16 @@ def stack_size(count: int, m: int, n: int, room: int) -> fused.Stack:
     """
     each = symmetric.panels(m, n)
     few = 2 ** (count - 1).bit_length()
-    apart = fullest(max(1, min(fused.JOINED, room // (max(each, 4) + 4))), m)
+    apart = fullest(max(1, min(LOT, room // (max(each, 4) + 4))), m)
     # A few panels may stay empty.
-    size = fullest(max(1, min(int(1.1 * fused.JOINED), room // 5)), m)
+    size = fullest(max(1, min(int(1.1 * LOT), room // 5)), m)
 
-    def held(panels: int) -> int:
-        return min(size // panels, fused.JOINED)
+    def pays(panels: int) -> bool:
+        members = size // panels
+        filled = members * panels >= 0.9 * size
+        return filled and cost(members, m) <= 1.05 * cost(apart, m)
 
-    def filled(panels: int) -> bool:
-        return held(panels) * panels >= 0.9 * size
-
-    if few >= held(each) and all(
-        filled(panels) and cost(held(panels), m) <= 1.05 * cost(apart, m)
-        for panels in (3, each)
-    ):
+    if few >= min(size // each, LOT) and pays(3) and pays(each):
         return fused.Stack(size, size)
     members = min(few, apart)
     return fused.Stack(members * each, members)

@@ -63,19 +63,18 @@ def kernel(
     tiles: Tiles,
     cut: tuple[int, int] | None,
 ) -> None:
-    """A B^T times factors[0], and the C of ``rest`` times theirs.
+    """A B^T times factors[0], and the first C of ``rest`` times theirs.
 
-    A C whose factor is zero is not read: one kernel serves any number of addends. Or
-    A B, not symmetric, where ``cut`` says into how many pieces each result goes, along
-    rows and columns: out_hbm is (rows * columns * L, m / rows, n / columns).
+    Or A B, not symmetric, where ``cut`` says into how many pieces each result goes,
+    along rows and columns: out_hbm is (rows * columns * L, m / rows, n / columns).
 
     ``counts``: members, panels of each, and of each member's A B^T the steps, of its
-    A B the columns of squares.
+    A B the columns of squares; and how many C are added.
     """
     *c_hbm, out_hbm = rest
     full = cut is not None
     group = lax.axis_index("group")
-    members, panels, across = (counts[i] for i in range(3))
+    members, panels, across, addends = (counts[i] for i in range(4))
     rows = a_hbm.shape[1] // tiles.side
     squares = rows * across if full else tiles.squares(a_hbm.shape[1])
     steps = a_hbm.shape[2] // tiles.depth if full else across
@@ -106,8 +105,8 @@ def kernel(
 
                 def finish(acc: Any) -> None:
                     epilogue = Epilogue(
-                        factors, c_hbm, out_hbm, block, mirror, arrived, group, place,
-                        target, shape,
+                        factors, addends, c_hbm, out_hbm, block, mirror, arrived, group,
+                        place, target, shape,
                     )  # fmt: skip
                     epilogue.start()
                     multiply(acc)
@@ -132,7 +131,7 @@ def kernel(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    addends = max(1, len(c_hbm))
+    most = max(1, len(c_hbm))
 
     def buffer(shape: tuple[int, ...]) -> Any:
         return plgpu.SMEM(shape, out_hbm.dtype, transforms=_SWIZZLED)
@@ -140,9 +139,9 @@ def kernel(
     pl.run_scoped(
         scope,
         allocations=feed((0, 0), _ignore, _ignore).get_allocations(a_hbm, b_hbm),
-        blocks=buffer((2, 2, addends, BLOCK, BLOCK)),
+        blocks=buffer((2, 2, most, BLOCK, BLOCK)),
         mirrors=buffer((2, BLOCK, BLOCK)),
-        arrived=plgpu.Barrier(num_barriers=4 * addends),
+        arrived=plgpu.Barrier(num_barriers=4 * most),
         collective_axes="group",
     )
 

@@ -70,7 +70,10 @@ def totals(parts: Sequence[jax.Array]) -> jax.Array:
     Gathered first, so that one small program serves all.
     """
     longest = max(p.shape[1] for p in parts)
-    padded = [jnp.pad(p, [(0, 0), (0, longest - p.shape[1])]) for p in parts]
+    padded = [
+        p if p.shape[1] == longest else jnp.pad(p, [(0, 0), (0, longest - p.shape[1])])
+        for p in parts
+    ]
     return jnp.sum(jnp.concatenate(padded), axis=1)
 
 

@@ -52,14 +52,15 @@ def product(
         raise ValueError(f"no tiles {tiles} for {a.shape} and {b.shape}")
     m = a.shape[1]
     shape = (len(a) if results is None else results, m, m)
+    count = len(addends)
     if a.shape == shape:
-        # Whatever has the shape of an addend: what comes with zero is not read.
-        addends += ((0.0, a),) * (ADDENDS - len(addends))
+        # Whatever has the shape of an addend: those behind the others are not read.
+        addends += ((0.0, a),) * (ADDENDS - count)
     # Operands, not constants: one compiled kernel serves every step of a schedule, and
     # each of them takes about a second to compile.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
     across = -(-(columns or a.shape[2]) // tiles.depth)
-    counts = _counts(a, members, columns, across, shape[0])
+    counts = _counts(a, members, columns, across, count, shape[0])
     return _call(
         factors, counts, a, b, *(c for _, c in addends), tiles=tiles, how=interpret,
         shape=shape,
@@ -103,7 +104,7 @@ def added(
         raise ValueError(f"no tiles {tiles} for panels {x.shape}, pieces {pieces}")
     one = jnp.ones(2, jnp.float32)
     across = right * -(-(columns or n) // right // tiles.side)
-    counts, cut = _counts(x, members, columns, across, len(p)), (down, right)
+    counts, cut = _counts(x, members, columns, across, 1, len(p)), (down, right)
     shape = (down * right * stack, m // down, n // right)
     out = _call(one, counts, p, x, x, tiles=tiles, how=interpret, cut=cut, shape=shape)
     return out.reshape(down, right, stack, m // down, n // right) if pieces else out
@@ -115,9 +116,14 @@ def panels(n: int, columns: int | None) -> int:
 
 
 def _counts(
-    stack: jax.Array, members: int | None, columns: int | None, across: int, beside: int
+    stack: jax.Array,
+    members: int | None,
+    columns: int | None,
+    across: int,
+    addends: int,
+    beside: int,
 ) -> jax.Array:
-    """What the kernel learns at run time: members, panels of each, and its work.
+    """What the kernel learns at run time: members, panels of each, its work, addends.
 
     Raises:
       ValueError: the stack, or the one of ``beside`` matrices, does not hold so many.
@@ -130,7 +136,7 @@ def _counts(
             f"{members} matrices of {each} panels do not fit stacks of {len(stack)} and"
             f" {beside}"
         )
-    return jnp.asarray([members, each, across], jnp.int32)
+    return jnp.asarray([members, each, across, addends], jnp.int32)
 
 
 def _call(*operands: jax.Array, tiles: Tiles, **options: Any) -> jax.Array:

@@ -24,6 +24,15 @@ def orthogonal(n, seed=0):
     return np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))[0]
 
 
+def equations(jaxpr):
+    """All of them, inside all calls too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in eqn.params.values():
+            if hasattr(inner, "jaxpr"):
+                yield from equations(inner.jaxpr)
+
+
 def _whole(x, columns):
     """Matrices (L, m, n) of panels (L * panels, m, k)."""
     if columns is None:
@@ -69,6 +78,11 @@ def _added(
 # tests' arguments do not shadow imports.
 @pytest.fixture(name="emulated")
 def emulated_products(monkeypatch):
+    def empty(shape, dtype):
+        return jnp.full(shape, jnp.nan, dtype)
+
+    # What is not written must not be used.
+    monkeypatch.setattr(jax.lax, "empty", empty)
     monkeypatch.setattr(symmetric, "product", _product)
     monkeypatch.setattr(symmetric, "added", _added)
 

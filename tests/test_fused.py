@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from kernels import PLAN, emulated_products, hopper_branch, orthogonal, stack  # noqa: F401
+from kernels import (  # noqa: F401
+    PLAN,
+    emulated_products,
+    equations,
+    hopper_branch,
+    orthogonal,
+    stack,
+)
 from reference import relative_error
 
 from muon2_optax import coefficients, fused, iteration, parcels, polar, symmetric
@@ -107,21 +114,6 @@ def test_chunks_stacks_and_tall_members(emulated):
             assert got.shape == x.shape and relative_error(got, want) < 3e-3
 
 
-@pytest.mark.parametrize("shape", [(2, 64, 64), (2, 64, 160), (3, 160, 64)], ids=str)
-def test_panels_and_back(shape):
-    x = stack(shape, 1)
-    panels = fused._panels(jnp.asarray(x), 2)
-    each = -(-max(shape[1:]) // 64)
-    assert panels.shape == (shape[0] * each + 2, 64, 64)
-    wide = x if shape[1] == 64 else x.swapaxes(1, 2)
-    wide = np.pad(wide, [(0, 0), (0, 0), (0, each * 64 - wide.shape[2])])
-    for i, panel in enumerate(panels[:-2]):
-        left = i % each * 64
-        np.testing.assert_array_equal(panel, wide[i // each, :, left : left + 64])
-    assert not panels[-2:].any()
-    np.testing.assert_array_equal(fused._whole(panels[:-2], shape), x)
-
-
 def test_a_stack_without_members(emulated):
     xs = [stack(s, i, np.float64) for i, s in enumerate([(3, 64, 160), (0, 64, 160)])]
     for size in (1, 100):
@@ -146,18 +138,9 @@ def test_zero_members_stay_zero_and_bad_ones_stay_alone(emulated):
     assert np.isfinite(got[[0, 3]]).all()
 
 
-def _equations(jaxpr):
-    """All of them, inside all calls too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in eqn.params.values():
-            if hasattr(inner, "jaxpr"):
-                yield from _equations(inner.jaxpr)
-
-
 def _joints(fn, *args):
     """Of every concatenation: how many operands, and their lengths."""
-    for eqn in _equations(jax.make_jaxpr(fn)(*args).jaxpr):
+    for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr):
         if eqn.primitive.name == "concatenate":
             dim = eqn.params["dimension"]
             yield len(eqn.invars), [v.aval.shape[dim] for v in eqn.invars]
@@ -172,30 +155,6 @@ def test_no_more_than_ten_arrays_are_joined_at_once(emulated):
     pieces = [jnp.ones((1, 64, 96), jnp.float16)] * 29
     packed = _joints(lambda *xs: parcels.packed(xs, jnp.ones(29), 8, 4), *pieces)
     assert max(count for count, _ in packed) <= 10
-
-
-@pytest.mark.parametrize("count", [5, 7, 9, 18, 23])
-def test_what_is_joined_last_is_a_multiple_of_four_long(count, emulated):
-    """XLA for GPUs writes as many elements per thread, up to four, as divide the
-    lengths of what is joined after it has been narrowed."""
-    xs = [jnp.ones((128, 192))] * count + [jnp.ones((192, 128))] * 3
-    joints = list(_joints(lambda *xs: _run(xs, size=26), *xs))
-    inner = [j for j in joints if j[1][0] > 1 and j[0] > 1]
-    stack = 26 * 2 * 128  # two panels for each matrix
-    assert [sum(lengths) for _, lengths in inner] == [stack]
-    assert not any(n % 4 for _, lengths in inner for n in lengths)
-
-
-def test_members_and_lots_are_one_program(emulated):
-    """A slice that begins at a constant would make XLA compile a pass for each."""
-    xs = [jnp.ones((128, 192))] * 9
-    jaxpr = jax.make_jaxpr(lambda *xs: _run(xs, size=4))(*xs)
-    slices = [
-        eqn.params["start_indices"]
-        for eqn in _equations(jaxpr.jaxpr)
-        if eqn.primitive.name == "slice" and eqn.invars[0].aval.dtype == jnp.float16
-    ]
-    assert not any(map(any, slices))
 
 
 def test_the_kernels_have_the_derivative_of_the_plain_path(on_hopper, monkeypatch):

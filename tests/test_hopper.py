@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import PLAN, hopper_branch, needs_kernel  # noqa: F401
 
 import muon2_optax as m2
-from muon2_optax import coefficients, fused, hopper, polar
+from muon2_optax import coefficients, hopper, polar
 
 
 def _lowered(on, shapes, **options):
@@ -162,11 +162,11 @@ def test_stacks_are_filled_and_bounded(m, ratio, on_hopper):
     n, room = int(m * ratio), 1.4e9 / (2 * m * m)
     each = -(-n // m)
     stack = hopper.chunk_size(200, (m, n), PLAN, jnp.dtype(jnp.float16))
-    members = min(stack.panels // each, fused.JOINED)
+    members = stack.panels // each
     assert members == 1 or stack.panels + 4 * stack.grams <= room
     assert members * each >= 0.9 * stack.panels and stack.grams >= members
     # No cheaper with as many at once as find room beside four panels.
-    most = max(1, min(fused.JOINED, int(room / (4 + max(4, each)))))
+    most = max(1, min(hopper.LOT, int(room / (4 + max(4, each)))))
     best = min(hopper.cost(k, m) for k in range(most, most // 2, -1))
     assert hopper.cost(members, m) <= 1.05 * best
 

@@ -1,0 +1,156 @@
+"""How matrices enter and leave a stack of square panels.
+
+A panel of (m, n) matrices, m <= n, has as many columns as rows; a matrix has as many
+as hold its columns. So the stacks of matrices of all n may have one shape. Programs
+that write or read a stack are small, and few differ: XLA takes long to compile others.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from muon2_optax.stacks import even, rows_major
+from muon2_optax.symmetric import panels
+
+# Arrays that one program writes or reads. From 11 on, XLA for GPUs would write one
+# element per thread, at a third of the bandwidth; and takes long to compile it.
+TOGETHER = 8
+
+
+class Group(NamedTuple):
+    """Members of a stack that are alike, each (count, m, n) or (count, n, m).
+
+    ``start`` tells how many matrices come before them. It is not a constant to XLA: so
+    groups that are alike share their programs.
+    """
+
+    members: Sequence[jax.Array]
+    start: jax.Array
+
+    @property
+    def total(self) -> int:
+        """Of matrices."""
+        return sum(map(len, self.members))
+
+
+def written(
+    members: Sequence[jax.Array],
+    factors: jax.Array,
+    negative: bool,
+    size: int,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Panels (size, m, m): matrices times their factors' squares, or minus that.
+
+    Args:
+      members: (count, m, n) or (count, n, m) each.
+      factors: (total count,).
+      negative: whether the products are negated.
+      size: panels of the stack; those behind the matrices' are not written.
+      dtype: of the stack.
+    """
+    m = min(members[0].shape[1:])
+    stack = jax.lax.empty((size, m, m), dtype)
+    # XLA's program for what is turned writes any number fast.
+    groups = _grouped(members, turned=len(members))
+    for group, mine in zip(groups, _apart(factors, groups)):
+        mine = _taken(mine, group.start, group.total)
+        ready = _divided(_scaled(group, mine, negative).astype(dtype))
+        if len(ready) == size:
+            return ready
+        each = len(ready) // group.total
+        starts = (group.start * each, jnp.int32(0), jnp.int32(0))
+        stack = jax.lax.dynamic_update_slice(
+            stack, ready, starts, allow_negative_indices=False
+        )
+    return stack
+
+
+def read(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
+    """The matrices that stand where ``written`` puts the members, in order."""
+    done = []
+    groups = _grouped(members, turned=1)
+    for group, mine in zip(groups, _apart(stack, groups)):
+        each = panels(*sorted(group.members[0].shape[1:]))
+        mine = _taken(mine, group.start * each, group.total * each)
+        first = 0
+        for y in group.members:
+            last = first + len(y) * each
+            done.append(_whole(mine[first:last], y.shape))
+            first = last
+    return done
+
+
+def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
+    """Those in a row that are alike, a few at a time, or so many that are turned."""
+    found: list[list[jax.Array]] = []
+    for (shape, _), run in itertools.groupby(members, lambda y: (y.shape, y.dtype)):
+        alike = list(run)
+        size = even(len(alike), turned if _tall(shape) else TOGETHER)
+        found += [alike[i : i + size] for i in range(0, len(alike), size)]
+    counts = [sum(map(len, some)) for some in found]
+    before = [jnp.int32(k) for k in itertools.accumulate(counts[:-1], initial=0)]
+    starts = jax.lax.optimization_barrier(before)
+    return [Group(some, start) for some, start in zip(found, starts)]
+
+
+def _scaled(group: Group, factors: jax.Array, negative: bool) -> jax.Array:
+    """The group's members as one array, times their factors' squares, or minus that."""
+    members = group.members
+    if _tall(members[0].shape):
+        members = [jnp.concatenate(members)]
+    done, first = [], 0
+    for y in members:
+        # One by one: a factor that varies along an array is loaded for each element.
+        factor = factors[first : first + len(y), None, None]
+        # One after the other: the square may be out of range where both products fit.
+        done.append(y.astype(factor.dtype) * factor * (-factor if negative else factor))
+        first += len(y)
+    return jnp.concatenate(done)
+
+
+def _apart(x: jax.Array, groups: Sequence[Group]) -> Sequence[jax.Array]:
+    """One for each group to XLA, which makes one program of all that read the same."""
+    return jax.lax.optimization_barrier((x,) * len(groups))
+
+
+def _tall(shape: Sequence[int]) -> bool:
+    return shape[-2] > shape[-1]
+
+
+def _taken(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    """``count`` entries along axis 0."""
+    starts = (start, *[jnp.int32(0)] * (x.ndim - 1))
+    sizes = (count, *x.shape[1:])
+    return jax.lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+
+
+def _divided(y: jax.Array) -> jax.Array:
+    """Matrices (L, m, n) or (L, n, m) as panels (L * panels, m, m).
+
+    Columns of zeros behind the others change nothing.
+    """
+    m, n = sorted(y.shape[1:])
+    if m == n:
+        return y
+    y = rows_major(y)
+    y = jnp.pad(y, [(0, 0), *((0, -k % m) for k in y.shape[1:])])
+    if not _tall(y.shape):
+        return jnp.swapaxes(y.reshape(-1, m, panels(m, n), m), 1, 2).reshape(-1, m, m)
+    # Padded before they are turned, and turned in a pass of their own: XLA has a fast
+    # program for that, which writes no part of a larger array.
+    return jax.lax.optimization_barrier(y.reshape(-1, m, m).mT)
+
+
+def _whole(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Matrices of this shape, inverse of ``_divided``."""
+    count, *sides = shape
+    m, n = sorted(sides)
+    if m == n:
+        return y
+    y = jnp.swapaxes(y.reshape(count, -1, m, m), 1, 2)
+    y = y.reshape(count, m, -1)[..., :n]
+    return rows_major(rows_major(y).mT) if _tall(shape) else y
