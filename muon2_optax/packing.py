@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax.stacks import even, rows_major
+from muon2_optax.stacks import rows_major
 from muon2_optax.symmetric import panels
 
 # Arrays that one program writes or reads. From 11 on, XLA for GPUs would write one
@@ -89,7 +89,7 @@ def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
     found: list[list[jax.Array]] = []
     for (shape, _), run in itertools.groupby(members, lambda y: (y.shape, y.dtype)):
         alike = list(run)
-        size = even(len(alike), turned if _tall(shape) else TOGETHER)
+        size = turned if _tall(shape) else TOGETHER
         found += [alike[i : i + size] for i in range(0, len(alike), size)]
     counts = [sum(map(len, some)) for some in found]
     before = [jnp.int32(k) for k in itertools.accumulate(counts[:-1], initial=0)]

@@ -98,4 +98,4 @@ def test_a_group_is_small(emulated):
         )
         if eqn.primitive.name == "concatenate"
     ]
-    assert joints == [6, 6, 5]
+    assert joints == [8, 8]
