@@ -49,7 +49,7 @@ def in_lots(
     """``fn(first, members)`` on ``size`` members after the other, as parts again.
 
     ``fn`` may return its members in other parts than it was given. Lots bound the
-    memory of what is done to all: a compiler finishes one before it begins the next.
+    memory of what is done to all: compilers finish one, or two, before they go on.
     """
     count = sum(map(len, parts))
     done: list[jax.Array] = []
