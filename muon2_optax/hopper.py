@@ -21,7 +21,7 @@ from muon2_optax.tiles import Tiles
 CHUNK = 1.4e9
 # Matrices in a stack, about: XLA joins no more (96 operands, up to three for each) in
 # the pass that turns tall ones, and stores what is left over once more.
-LOT = 32
+JOINED = 32
 # Largest product of leading coefficients that the input may be multiplied by.
 LARGEST = 8192.0
 # Entries of a matrix from which on its sums of squares have a kernel.
@@ -160,16 +160,16 @@ def stack_size(count: int, m: int, n: int, room: int) -> fused.Stack:
     """
     each = symmetric.panels(m, n)
     few = 2 ** (count - 1).bit_length()
-    apart = fullest(max(1, min(LOT, room // (max(each, 4) + 4))), m)
+    apart = fullest(max(1, min(JOINED, room // (max(each, 4) + 4))), m)
     # A few panels may stay empty.
-    size = fullest(max(1, min(int(1.1 * LOT), room // 5)), m)
+    size = fullest(max(1, min(int(1.1 * JOINED), room // 5)), m)
 
     def pays(panels: int) -> bool:
         members = size // panels
         filled = members * panels >= 0.9 * size
         return filled and cost(members, m) <= 1.05 * cost(apart, m)
 
-    if few >= min(size // each, LOT) and pays(3) and pays(each):
+    if few >= min(size // each, JOINED) and pays(3) and pays(each):
         return fused.Stack(size, size)
     members = min(few, apart)
     return fused.Stack(members * each, members)

@@ -5,6 +5,7 @@ as hold its columns. So the stacks of matrices of all n may have one shape. Prog
 that write or read a stack are small, and few differ: XLA takes long to compile others.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,12 +13,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax.stacks import rows_major
+from muon2_optax.stacks import TOGETHER, rows_major
 from muon2_optax.symmetric import panels
 
-# Arrays that one program writes or reads. From 11 on, XLA for GPUs would write one
-# element per thread, at a third of the bandwidth; and takes long to compile it.
-TOGETHER = 8
+# Along axis 0. No offset is negative here, which each program would have to find out.
+_slice = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
+_write = functools.partial(
+    jax.lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False
+)
 
 
 class Group(NamedTuple):
@@ -34,6 +37,11 @@ class Group(NamedTuple):
     def total(self) -> int:
         """Of matrices."""
         return sum(map(len, self.members))
+
+    @property
+    def each(self) -> int:
+        """Panels of a matrix."""
+        return panels(*sorted(self.members[0].shape[1:]))
 
 
 def written(
@@ -57,15 +65,12 @@ def written(
     # XLA's program for what is turned writes any number fast.
     groups = _grouped(members, turned=len(members))
     for group, mine in zip(groups, _apart(factors, groups)):
-        mine = _taken(mine, group.start, group.total)
+        mine = _slice(mine, group.start, group.total)
         ready = _divided(_scaled(group, mine, negative).astype(dtype))
         if len(ready) == size:
+            # All there are: what is turned need not be copied.
             return ready
-        each = len(ready) // group.total
-        starts = (group.start * each, jnp.int32(0), jnp.int32(0))
-        stack = jax.lax.dynamic_update_slice(
-            stack, ready, starts, allow_negative_indices=False
-        )
+        stack = _write(stack, ready, group.start * group.each)
     return stack
 
 
@@ -74,18 +79,20 @@ def read(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
     done = []
     groups = _grouped(members, turned=1)
     for group, mine in zip(groups, _apart(stack, groups)):
-        each = panels(*sorted(group.members[0].shape[1:]))
-        mine = _taken(mine, group.start * each, group.total * each)
+        mine = _slice(mine, group.start * group.each, group.total * group.each)
         first = 0
         for y in group.members:
-            last = first + len(y) * each
+            last = first + len(y) * group.each
             done.append(_whole(mine[first:last], y.shape))
             first = last
     return done
 
 
 def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
-    """Those in a row that are alike, a few at a time, or so many that are turned."""
+    """Those in a row that are alike, a few at a time, or so many that are turned.
+
+    Few, because XLA also takes long to compile large programs.
+    """
     found: list[list[jax.Array]] = []
     for (shape, _), run in itertools.groupby(members, lambda y: (y.shape, y.dtype)):
         alike = list(run)
@@ -119,13 +126,6 @@ def _apart(x: jax.Array, groups: Sequence[Group]) -> Sequence[jax.Array]:
 
 def _tall(shape: Sequence[int]) -> bool:
     return shape[-2] > shape[-1]
-
-
-def _taken(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
-    """``count`` entries along axis 0."""
-    starts = (start, *[jnp.int32(0)] * (x.ndim - 1))
-    sizes = (count, *x.shape[1:])
-    return jax.lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
 def _divided(y: jax.Array) -> jax.Array:

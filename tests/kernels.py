@@ -33,6 +33,12 @@ def equations(jaxpr):
                 yield from equations(inner.jaxpr)
 
 
+def joints(fn, *args):
+    """How many operands every concatenation has, in order."""
+    found = equations(jax.make_jaxpr(fn)(*args).jaxpr)
+    return [len(e.invars) for e in found if e.primitive.name == "concatenate"]
+
+
 def _whole(x, columns):
     """Matrices (L, m, n) of panels (L * panels, m, k)."""
     if columns is None:

@@ -11,8 +11,8 @@ import reference
 from kernels import (  # noqa: F401
     PLAN,
     emulated_products,
-    equations,
     hopper_branch,
+    joints,
     orthogonal,
     stack,
 )
@@ -138,23 +138,15 @@ def test_zero_members_stay_zero_and_bad_ones_stay_alone(emulated):
     assert np.isfinite(got[[0, 3]]).all()
 
 
-def _joints(fn, *args):
-    """Of every concatenation: how many operands, and their lengths."""
-    for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr):
-        if eqn.primitive.name == "concatenate":
-            dim = eqn.params["dimension"]
-            yield len(eqn.invars), [v.aval.shape[dim] for v in eqn.invars]
-
-
 def test_no_more_than_ten_arrays_are_joined_at_once(emulated):
     """XLA for GPUs writes one element per thread from eleven on: the widest pass of a
     step would take three times as long. (One joint, of row sums, is small.)"""
     xs = [jnp.ones((128, 192))] * 29
-    counts = [count for count, _ in _joints(lambda *xs: _run(xs, size=100), *xs)]
+    counts = joints(lambda *xs: _run(xs, size=100), *xs)
     assert sorted(counts)[-2:] == [8, 29]
     pieces = [jnp.ones((1, 64, 96), jnp.float16)] * 29
-    packed = _joints(lambda *xs: parcels.packed(xs, jnp.ones(29), 8, 4), *pieces)
-    assert max(count for count, _ in packed) <= 10
+    packed = joints(lambda *xs: parcels.packed(xs, jnp.ones(29), 8, 4), *pieces)
+    assert max(packed) <= 10
 
 
 def test_the_kernels_have_the_derivative_of_the_plain_path(on_hopper, monkeypatch):

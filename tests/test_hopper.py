@@ -166,7 +166,7 @@ def test_stacks_are_filled_and_bounded(m, ratio, on_hopper):
     assert members == 1 or stack.panels + 4 * stack.grams <= room
     assert members * each >= 0.9 * stack.panels and stack.grams >= members
     # No cheaper with as many at once as find room beside four panels.
-    most = max(1, min(hopper.LOT, int(room / (4 + max(4, each)))))
+    most = max(1, min(hopper.JOINED, int(room / (4 + max(4, each)))))
     best = min(hopper.cost(k, m) for k in range(most, most // 2, -1))
     assert hopper.cost(members, m) <= 1.05 * best
 
