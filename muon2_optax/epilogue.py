@@ -16,13 +16,17 @@ BLOCK = 64
 
 @dataclasses.dataclass
 class Epilogue:
-    """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks."""
+    """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks.
+
+    In loops over the blocks and the addends, though there are few: written out, the
+    kernel takes half as long again to compile.
+    """
 
     factors: Any
     addends: Any  # how many of c_hbm are added
     c_hbm: Sequence[Any]
     out_hbm: Any
-    blocks: Any
+    blocks: Any  # two, in turn, for each addend; the first ones also for what leaves
     mirror: Any
     arrived: Any
     group: Any
@@ -30,39 +34,41 @@ class Epilogue:
     target: tuple[Any, Any, Any]  # and in the result
     shape: tuple[int, int]
 
-    def _window(self, hbm: Any, n: int, tile: Any, mirrored: bool = False) -> Any:
+    def _corner(self, n: Any) -> tuple[Any, Any]:
+        """Where the n-th block of a tile begins."""
+        across = self.shape[1] // BLOCK
+        return lax.div(n, across) * BLOCK, lax.rem(n, across) * BLOCK
+
+    def _window(self, hbm: Any, n: Any, tile: Any, mirrored: bool = False) -> Any:
         """The n-th block of a tile."""
-        row, column = divmod(n, self.shape[1] // BLOCK)
-        row, column = tile[1] + row * BLOCK, tile[2] + column * BLOCK
+        row, column = self._corner(n)
+        row, column = tile[1] + row, tile[2] + column
         row, column = (column, row) if mirrored else (row, column)
         return hbm.at[tile[0], pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
 
-    def _fetch(self, n: int) -> None:
+    def _barrier(self, n: Any, which: Any) -> Any:
+        return self.arrived.at[4 * which + self.group * 2 + lax.rem(n, 2)]
+
+    def _fetch(self, n: Any) -> None:
         for which, source in enumerate(self.c_hbm):
 
             @pl.when(which < self.addends)
             def _() -> None:
                 plgpu.copy_gmem_to_smem(
                     self._window(source, n, self.place),  # noqa: B023
-                    self.blocks.at[n % 2, which],  # noqa: B023
+                    self.blocks.at[lax.rem(n, 2), which],  # noqa: B023
                     self._barrier(n, which),  # noqa: B023
                 )
 
-    def _barrier(self, n: int, which: Any) -> Any:
-        return self.arrived.at[4 * which + self.group * 2 + n % 2]
-
-    def _sum(self, piece: Any, n: int) -> Any:
-        """The n-th block with its parts of the addends.
-
-        A loop, though there are few: written out, it takes a tenth longer to compile.
-        """
+    def _sum(self, piece: Any, n: Any) -> Any:
+        """The n-th block with its parts of the addends."""
 
         def plus(which: Any, piece: Any) -> Any:
             plgpu.barrier_wait(self._barrier(n, which))
             beta = self.factors[-1]
             for i in reversed(range(len(self.c_hbm) - 1)):
                 beta = lax.select(which == i, self.factors[1 + i], beta)
-            return piece + beta * self.blocks[n % 2, which].astype(jnp.float32)
+            return piece + beta * self.blocks[lax.rem(n, 2), which].astype(jnp.float32)
 
         return lax.fori_loop(0, self.addends, plus, piece)
 
@@ -70,40 +76,47 @@ class Epilogue:
         """Asks for the first addends; they arrive while the tile is multiplied."""
         if self.c_hbm:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._fetch(0)
-            self._fetch(1)
+            lax.fori_loop(0, 2, lambda n, _: self._fetch(n), None)
 
-    def store(self, value: Any, off_diagonal: Any) -> None:
-        blocks = self.shape[0] * self.shape[1] // BLOCK**2
-        for n in range(blocks):
-            row, column = divmod(n * BLOCK, self.shape[1])
-            row *= BLOCK
-            piece = value[row : row + BLOCK, column : column + BLOCK] * self.factors[0]
+    def store(self, tile: Any, mirrored: Any) -> None:
+        """Stores a tile (``shape``), and its mirror image where ``mirrored``."""
+        rows, across = self.shape[0] // BLOCK, self.shape[1] // BLOCK
+
+        def part(row: int, column: int) -> Any:
+            return lambda: tile[row : row + BLOCK, column : column + BLOCK]
+
+        # A register has no index at run time.
+        parts = [part(i * BLOCK, j * BLOCK) for i in range(rows) for j in range(across)]
+
+        def block(n: Any, _: Any) -> None:
+            piece = lax.switch(n, parts) * self.factors[0]
             if self.c_hbm:
                 piece = self._sum(piece, n)
-            piece = piece.astype(self.out_hbm.dtype)
             # There is one buffer for mirrors: the last block must have left it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if self.c_hbm and 0 < n < blocks - 1:
-                self._fetch(n + 1)
-            self.blocks[n % 2, 0] = piece
-            if off_diagonal is not None:
-                self.mirror.T[...] = piece
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                self.blocks.at[n % 2, 0],
-                self._window(self.out_hbm, n, self.target),
-                commit_group=False,
-            )
+            if self.c_hbm:
+                ahead = (n > 0) & (n < len(parts) - 1)
+                pl.when(ahead)(lambda: self._fetch(n + 1))
+            self._leave(n, piece.astype(self.out_hbm.dtype), mirrored)
 
-            if off_diagonal is not None:
+        lax.fori_loop(0, len(parts), block, None)
 
-                @pl.when(off_diagonal)
-                def _() -> None:
-                    plgpu.copy_smem_to_gmem(
-                        self.mirror,
-                        self._window(self.out_hbm, n, self.target, mirrored=True),  # noqa: B023
-                        commit_group=False,
-                    )
+    def _leave(self, n: Any, piece: Any, mirrored: Any) -> None:
+        """The n-th block on its way to the result, once or twice."""
+        leaving = self.blocks.at[lax.rem(n, 2), 0]
+        leaving[...] = piece
 
-            plgpu.commit_smem_to_gmem_group()
+        @pl.when(mirrored)
+        def _() -> None:
+            self.mirror.T[...] = piece
+
+        plgpu.commit_smem()
+        target = self._window(self.out_hbm, n, self.target)
+        plgpu.copy_smem_to_gmem(leaving, target, commit_group=False)
+
+        @pl.when(mirrored)
+        def _() -> None:
+            twin = self._window(self.out_hbm, n, self.target, mirrored=True)
+            plgpu.copy_smem_to_gmem(self.mirror, twin, commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax.tiles import Tiles as Tiles
+from muon2_optax.tiles import Work
 
 # Addends of the kernel for products of square matrices.
 ADDENDS = 2
@@ -59,11 +60,12 @@ def product(
     # Operands, not constants: one compiled kernel serves every step of a schedule, and
     # each of them takes about a second to compile.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
-    across = -(-(columns or a.shape[2]) // tiles.depth)
-    counts = _counts(a, members, columns, across, count, shape[0])
+    steps = -(-(columns or a.shape[2]) // tiles.depth)
+    members, each = _fitting(a, members, columns, shape[0])
+    work = Work(members, each, tiles.squares(m), steps, count, plain=0)
     return _call(
-        factors, counts, a, b, *(c for _, c in addends), tiles=tiles, how=interpret,
-        shape=shape,
+        factors, work, a, b, *(c for _, c in addends), shape=shape, cut=(1, 1),
+        tiles=tiles, how=interpret,
     )  # fmt: skip
 
 
@@ -102,11 +104,17 @@ def added(
         raise ValueError(f"no tiles {tiles} for {x.shape} in {down} x {right} pieces")
     if panels(n, columns) > 1 and (n % tiles.side or pieces):
         raise ValueError(f"no tiles {tiles} for panels {x.shape}, pieces {pieces}")
-    one = jnp.ones(2, jnp.float32)
     across = right * -(-(columns or n) // right // tiles.side)
-    counts, cut = _counts(x, members, columns, across, 1, len(p)), (down, right)
+    squares = across * (m // tiles.side)
+    members, each = _fitting(x, members, columns, len(p))
+    work = Work(members, each, squares, m // tiles.depth, addends=1, plain=1)
     shape = (down * right * stack, m // down, n // right)
-    out = _call(one, counts, p, x, x, tiles=tiles, how=interpret, cut=cut, shape=shape)
+    # As many as products have: where all shapes are equal, one kernel serves both.
+    addends = (x,) * ADDENDS
+    out = _call(
+        jnp.ones(1 + ADDENDS, jnp.float32), work, p, x, *addends, shape=shape,
+        cut=(down, right), tiles=tiles, how=interpret,
+    )  # fmt: skip
     return out.reshape(down, right, stack, m // down, n // right) if pieces else out
 
 
@@ -115,15 +123,10 @@ def panels(n: int, columns: int | None) -> int:
     return 1 if columns is None else -(-columns // n)
 
 
-def _counts(
-    stack: jax.Array,
-    members: int | None,
-    columns: int | None,
-    across: int,
-    addends: int,
-    beside: int,
-) -> jax.Array:
-    """What the kernel learns at run time: members, panels of each, its work, addends.
+def _fitting(
+    stack: jax.Array, members: int | None, columns: int | None, beside: int
+) -> tuple[int, int]:
+    """Members, and panels of each.
 
     Raises:
       ValueError: the stack, or the one of ``beside`` matrices, does not hold so many.
@@ -136,15 +139,20 @@ def _counts(
             f"{members} matrices of {each} panels do not fit stacks of {len(stack)} and"
             f" {beside}"
         )
-    return jnp.asarray([members, each, across, addends], jnp.int32)
+    return members, each
 
 
-def _call(*operands: jax.Array, tiles: Tiles, **options: Any) -> jax.Array:
+def _call(
+    factors: jax.Array, work: Work, *operands: jax.Array, tiles: Tiles, **options: Any
+) -> jax.Array:
     # Only here: importing Pallas takes a second, and fails where it is not built in.
     # Not while the kernel is traced: JAX would forget then that it was.
     from muon2_optax import mosaic
 
-    return mosaic.launch(*operands, tiles=tiles, clusters=clusters(tiles), **options)
+    return mosaic.launch(
+        factors, jnp.asarray(work, jnp.int32), *operands,
+        tiles=tiles, clusters=clusters(tiles), **options,
+    )  # fmt: skip
 
 
 def clusters(tiles: Tiles) -> int:

@@ -1,6 +1,27 @@
-"""How the symmetric products' kernel cuts its work."""
+"""How the symmetric products' kernel cuts its work, and how much there is."""
 
 import dataclasses
+from typing import Any, NamedTuple
+
+
+class Work(NamedTuple):
+    """What the kernel learns at run time, so that one serves all: int32 each.
+
+    Attributes:
+      members: of the stacks, those that are computed.
+      panels: of each member in stacks that are kept in panels.
+      squares: of each member's result, those that are computed.
+      steps: along the columns of A, for each square.
+      addends: how many matrices are added.
+      plain: 1 for A B, 0 for the symmetric A B^T.
+    """
+
+    members: Any
+    panels: Any
+    squares: Any
+    steps: Any
+    addends: Any
+    plain: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,14 +34,13 @@ class Tiles:
         cluster has side / rows blocks, which read their common columns once.
       depth: columns of A and B per stage of the pipeline.
       stages: stages in flight.
-      split: whether the two warpgroups share a tile by "rows" or by "columns".
+      delay: products of a warpgroup that may still run when it asks for more tiles.
     """
 
     rows: int = 128
     side: int = 256
     depth: int = 64
     stages: int = 3
-    split: str = "rows"
     delay: int = 0
 
     @property

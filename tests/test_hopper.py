@@ -191,7 +191,7 @@ print(text.count("custom_call @mosaic_gpu"))
 
 
 @needs_kernel
-@pytest.mark.parametrize("m, n, count", [(2048, 5472, 2), (1024, 4096, 4)])
+@pytest.mark.parametrize("m, n, count", [(2048, 5472, 1), (1024, 4096, 3)])
 def test_kernels_for_all_matrices_of_a_height(m, n, count):
     """Each takes a GPU's compiler a second."""
     done = subprocess.run(

@@ -203,10 +203,10 @@ def test_pieces_without_tiles_are_refused():
 @needs_kernel
 @pytest.mark.parametrize("count", range(1, 10))
 def test_the_triangle_has_every_element_once(count):
-    from muon2_optax import mosaic
+    from muon2_optax import squares
 
     t = jnp.arange(count * (count + 1) // 2)
-    i, j = jax.vmap(lambda t: mosaic.triangle(t, count))(t)
+    i, j = jax.vmap(lambda t: squares.triangle(t, count))(t)
     assert sorted(zip(i.tolist(), j.tolist())) == [
         (r, c) for r in range(count) for c in range(r + 1)
     ]

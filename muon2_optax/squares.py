@@ -1,0 +1,107 @@
+"""Which squares the kernel in ``mosaic`` computes, and where they are."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from muon2_optax.tiles import Tiles, Work
+
+
+class Square(NamedTuple):
+    """A thread block's part of a square of the result.
+
+    Attributes:
+      a: the first panel of A that it takes, and its first row.
+      b: the first panel of B, and its first column, or row of what is transposed.
+      place: where it is in the addends: matrix, row and column.
+      target: and in the result.
+      mirrored: whether it is stored twice.
+    """
+
+    a: tuple[Any, Any]
+    b: tuple[Any, Any]
+    place: tuple[Any, Any, Any]
+    target: tuple[Any, Any, Any]
+    mirrored: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Squares:
+    """Those of all members of a stack.
+
+    Attributes:
+      shapes: of A, B and the result.
+      cut: into how many pieces a result goes, along rows and columns.
+    """
+
+    work: Work
+    shapes: tuple[tuple[int, int, int], ...]
+    tiles: Tiles
+    cut: tuple[int, int]
+
+    def each(self, run: Callable[[Square, Any], None]) -> None:
+        """Runs with every square of this cluster, and how many steps were before."""
+        total = self.work.members * self.work.squares
+
+        @plgpu.nd_loop((total,), collective_axes="clusters")
+        def _(loop: Any) -> None:
+            run(self._square(loop.index[0]), loop.local_index * self.work.steps)
+
+    def _square(self, index: Any) -> Square:
+        member, index = (
+            lax.div(index, self.work.squares),
+            lax.rem(index, self.work.squares),
+        )
+        choices = self._plain(member, index), self._symmetric(member, index)
+        return jax.tree.map(lambda *of: lax.select(self.work.plain == 1, *of), *choices)
+
+    def _top(self, i: Any) -> Any:
+        """First row of this thread block's part of the i-th row of squares."""
+        return i * self.tiles.side + lax.axis_index("part") * self.tiles.rows
+
+    def _symmetric(self, member: Any, index: Any) -> Square:
+        i, j = triangle(index, self.shapes[0][1] // self.tiles.side)
+        place = member, self._top(i), j * self.tiles.side
+        first = member * self.work.panels
+        return Square((first, place[1]), (first, place[2]), place, place, i != j)
+
+    def _plain(self, member: Any, index: Any) -> Square:
+        """One of A B: a column of squares at a time, which share their columns of B.
+
+        Squares begin anew with every panel and piece. The last ones of a piece may
+        reach into the next; copies end where the piece does.
+        """
+        rows = self.shapes[0][1] // self.tiles.side
+        top, j = self._top(lax.rem(index, rows)), lax.div(index, rows)
+        _, m, n = self.shapes[2]
+        width = pl.cdiv(n, self.tiles.side)
+        right, left = lax.div(j, width), lax.rem(j, width) * self.tiles.side
+        if self.cut == (1, 1):
+            panel = member * self.work.panels + right
+            source = target = panel, top, left
+        else:
+            panel = member
+            piece = lax.div(top, m) * self.cut[1] + right
+            target = piece * self.shapes[1][0] + member, lax.rem(top, m), left
+            source = member, top, right * n + left
+        return Square((member, top), (panel, source[2]), source, target, j < 0)
+
+
+def triangle(index: Any, count: int) -> tuple[Any, Any]:
+    """Row and column of a lower triangle's element, from its number.
+
+    The triangle is folded into a rectangle: integer divisions, no square root.
+    """
+    half = (count + 1) // 2
+    even = 1 - count % 2
+    row, column = lax.div(index, half), lax.rem(index, half)
+    below = row >= column + even
+    return (
+        lax.select(below, row - even, half + column - (1 - even)),
+        lax.select(below, column, half + row),
+    )
