@@ -111,8 +111,9 @@ def factorized_second_moment(
         ) -> tuple[jax.Array, ...]:
             r, c, root = next(moment)
             m, numerator = moments.momentum_step(g, mu, b1, nesterov)
-            root = jnp.sqrt(nu_scale) * root
-            update = mu_scale * numerator / moments.divisor(root, eps)
+            if nu_scale is not None:
+                root = jnp.sqrt(nu_scale) * root
+            update = moments.scaled(numerator, mu_scale) / moments.divisor(root, eps)
             states = (
                 dtypes.narrow(m, mu.dtype),
                 r.astype(row.dtype),

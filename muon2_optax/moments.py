@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, placement, trees
+from muon2_optax import dtypes, placement, traced, trees
 
 
 class MomentumState(NamedTuple):
@@ -55,8 +55,7 @@ def scale_by_momentum(
         del params
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            m, numerator = momentum_step(g, mu, b1, nesterov, dampening)
-            return dtypes.narrow(numerator, g.dtype), dtypes.narrow(m, mu.dtype)
+            return _first(g, mu, b1=b1, nesterov=nesterov, dampening=dampening)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
         return updates, MomentumState(mu)
@@ -125,24 +124,51 @@ def scale_by_second_moment(
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        mu_scale, nu_scale = corrections(b1, b2, count, nesterov, bias_correction)
+        scales = corrections(b1, b2, count, nesterov, bias_correction)
 
         def leaf(
             name: str, g: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
-            m, numerator = momentum_step(g, mu, b1, nesterov)
-            v = average(nu, square(g), b2)
-            update = mu_scale * numerator / divisor(jnp.sqrt(nu_scale * v), eps)
-            return (
-                dtypes.narrow(update, g.dtype),
-                dtypes.narrow(m, mu.dtype),
-                v.astype(nu.dtype),
+            return _first_and_second(
+                g, mu, nu, scales, b1=b1, b2=b2, eps=eps, nesterov=nesterov
             )
 
         updates, mu, nu = trees.map_leaves(leaf, updates, state.mu, state.nu)
         return updates, SecondMomentState(count, mu, nu)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+@traced.once
+def _first(
+    g: jax.Array, mu: jax.Array, *, b1: Any, nesterov: bool, dampening: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The update of a leaf and its new momentum."""
+    m, numerator = momentum_step(g, mu, b1, nesterov, dampening)
+    return dtypes.narrow(numerator, g.dtype), dtypes.narrow(m, mu.dtype)
+
+
+@traced.once
+def _first_and_second(
+    g: jax.Array,
+    mu: jax.Array,
+    nu: jax.Array,
+    scales: tuple[Any, Any],
+    *,
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    nesterov: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The update of a leaf and its new moments."""
+    m, numerator = momentum_step(g, mu, b1, nesterov)
+    v = average(nu, square(g), b2)
+    update = scaled(numerator, scales[0]) / divisor(jnp.sqrt(scaled(v, scales[1])), eps)
+    return (
+        dtypes.narrow(update, g.dtype),
+        dtypes.narrow(m, mu.dtype),
+        v.astype(nu.dtype),
+    )
 
 
 def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
@@ -187,7 +213,12 @@ def divisor(root: jax.Array, eps: Any) -> jax.Array:
 def corrections(
     b1: Any, b2: Any, count: jax.Array, nesterov: bool, bias_correction: bool
 ) -> tuple[Any, Any]:
-    """Factors of the numerator and of V; both 1 without bias correction."""
+    """Factors of the numerator and of V; None without bias correction."""
     if not bias_correction:
-        return 1.0, 1.0
+        return None, None
     return 1 / (1 - b1 ** (count + nesterov)), 1 / (1 - b2**count)
+
+
+def scaled(x: jax.Array, factor: Any) -> jax.Array:
+    """Times a factor, or as it is where that is None."""
+    return x if factor is None else factor * x
