@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from muon2_optax import dtypes, fused, hopper
+from muon2_optax import dtypes, fused, hopper, traced
 from muon2_optax.coefficients import AOL, Normalization, Plan
 from muon2_optax.iteration import adjoint, iterate, runs
 from muon2_optax.stacks import in_lots
@@ -101,29 +100,40 @@ def _run_lot(
     matrices: Sequence[jax.Array], plan: Plan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
     """Wide side last, 16-bit before stacking."""
-    ready, floors, restore = [], [], []
-    for x in matrices:
-        # One-sided scaling of a square matrix acts on its outputs.
-        square = x.shape[-2] == x.shape[-1]
-        one_sided = isinstance(plan.normalization, AOL)
-        tall = x.shape[-2] > x.shape[-1] or (square and one_sided)
-        y, floor = normalize(x, plan.normalization)
-        y = y.astype(dtype)
-        ready.append(adjoint(y) if tall else y)
-        floors.append(floor)
-        restore.append((x, tall))
-    if len(ready) == 1:
-        outputs = [iterate(ready[0], floors[0], plan)]
+    how, several = plan.normalization, len(matrices) > 1
+    # One-sided scaling of a square matrix acts on its outputs.
+    tall = [x.shape[-2] >= x.shape[-1] + (not isinstance(how, AOL)) for x in matrices]
+    ready, floors = zip(*(
+        _entering(x, how=how, dtype=dtype, turned=t, flat=several)
+        for x, t in zip(matrices, tall)
+    ))  # fmt: skip
+    if several:
+        done = iterate(jnp.concatenate(ready), jnp.concatenate(floors), plan)
+        parts = jax.lax.split(done, list(map(len, ready)))
     else:
-        stack = jnp.concatenate([y.reshape(-1, *y.shape[-2:]) for y in ready])
-        floor = jnp.concatenate([f.reshape(-1, 1, 1) for f in floors])
-        counts = np.cumsum([math.prod(y.shape[:-2]) for y in ready])
-        parts = jnp.split(iterate(stack, floor, plan), counts[:-1])
-        outputs = [p.reshape(y.shape) for p, y in zip(parts, ready)]
+        parts = [iterate(ready[0], floors[0], plan)]
     return tuple(
-        (adjoint(o) if tall else o).astype(x.dtype)
-        for o, (x, tall) in zip(outputs, restore)
+        _leaving(y, shape=x.shape, dtype=x.dtype, turned=t)
+        for y, x, t in zip(parts, matrices, tall)
     )
+
+
+@traced.once
+def _entering(
+    x: jax.Array, *, how: Normalization, dtype: jnp.dtype, turned: bool, flat: bool
+) -> tuple[jax.Array, jax.Array]:
+    """A leaf as wide matrices, in one stack if ``flat``, and ``normalize``'s eps."""
+    x, floor = normalize(x.reshape(-1, *x.shape[-2:]) if flat else x, how)
+    x = x.astype(dtype)
+    return adjoint(x) if turned else x, floor
+
+
+@traced.once
+def _leaving(
+    y: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype, turned: bool
+) -> jax.Array:
+    """Inverse of ``_entering``, without the norm."""
+    return (adjoint(y) if turned else y).reshape(shape).astype(dtype)
 
 
 def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
@@ -135,14 +145,11 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     Returns:
       The result, at least float32, and AOL's eps in its units, (..., 1, 1).
     """
-    try:
-        hash(how)
-    except TypeError:  # an eps that is an array, which may be traced
-        return _normalized(x, how)
-    return _traced_once(x, how)
+    return _normalized(x, how=how)
 
 
-def _normalized(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
+@traced.once
+def _normalized(x: jax.Array, *, how: Normalization) -> tuple[jax.Array, jax.Array]:
     x = x.astype(dtypes.compute_dtype(x.dtype))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
     largest = jnp.where(largest == 0, 1, largest)
@@ -158,7 +165,3 @@ def _normalized(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]
         return x / norm, root * root
     norm = jnp.maximum(how.factor * norm + how.eps / largest, how.floor / largest)
     return x / jnp.where(norm == 0, 1, norm), jnp.zeros_like(norm)
-
-
-# Once per shape: a step has hundreds of leaves of few shapes.
-_traced_once = jax.jit(_normalized, static_argnums=1)
