@@ -8,11 +8,12 @@ that write or read a stack are small, and few differ: XLA takes long to compile 
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from muon2_optax import traced
 from muon2_optax.stacks import TOGETHER, rows_major
 from muon2_optax.symmetric import panels
 
@@ -66,7 +67,7 @@ def written(
     groups = _grouped(members, turned=len(members))
     for group, mine in zip(groups, _apart(factors, groups)):
         mine = _slice(mine, group.start, group.total)
-        ready = _divided(_scaled(group, mine, negative).astype(dtype))
+        ready = _divided(_scaled(group, mine, negative=negative, dtype=dtype))
         if len(ready) == size:
             # All there are: what is turned need not be copied.
             return ready
@@ -80,11 +81,13 @@ def read(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
     groups = _grouped(members, turned=1)
     for group, mine in zip(groups, _apart(stack, groups)):
         mine = _slice(mine, group.start * group.each, group.total * group.each)
-        first = 0
-        for y in group.members:
-            last = first + len(y) * group.each
-            done.append(_whole(mine[first:last], y.shape))
-            first = last
+        own = jax.lax.split(mine, [len(y) * group.each for y in group.members])
+        square = len({*group.members[0].shape[1:]}) == 1
+        done += (
+            own
+            if square
+            else [_whole(x, shape=y.shape) for x, y in zip(own, group.members)]
+        )
     return done
 
 
@@ -104,19 +107,25 @@ def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
     return [Group(some, start) for some, start in zip(found, starts)]
 
 
-def _scaled(group: Group, factors: jax.Array, negative: bool) -> jax.Array:
-    """The group's members as one array, times their factors' squares, or minus that."""
+def _scaled(group: Group, factors: jax.Array, **how: Any) -> jax.Array:
+    """The group's members as one array, each ``_times`` its factors."""
     members = group.members
     if _tall(members[0].shape):
         members = [jnp.concatenate(members)]
-    done, first = [], 0
-    for y in members:
-        # One by one: a factor that varies along an array is loaded for each element.
-        factor = factors[first : first + len(y), None, None]
-        # One after the other: the square may be out of range where both products fit.
-        done.append(y.astype(factor.dtype) * factor * (-factor if negative else factor))
-        first += len(y)
-    return jnp.concatenate(done)
+    # One by one: a factor that varies along an array is loaded for each element.
+    own = jax.lax.split(factors, list(map(len, members)))
+    return jnp.concatenate([_times(y, f, **how) for y, f in zip(members, own)])
+
+
+@traced.once
+def _times(
+    y: jax.Array, factors: jax.Array, *, negative: bool, dtype: jnp.dtype
+) -> jax.Array:
+    """Matrices times their factors' squares, or minus that."""
+    factor = factors[:, None, None]
+    # One after the other: the square may be out of range where both products fit.
+    y = y.astype(factor.dtype) * factor * (-factor if negative else factor)
+    return y.astype(dtype)
 
 
 def _apart(x: jax.Array, groups: Sequence[Group]) -> Sequence[jax.Array]:
@@ -145,7 +154,8 @@ def _divided(y: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y.reshape(-1, m, m).mT)
 
 
-def _whole(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+@traced.once
+def _whole(y: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     """Matrices of this shape, inverse of ``_divided``."""
     count, *sides = shape
     m, n = sorted(sides)
