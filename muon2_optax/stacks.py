@@ -69,14 +69,20 @@ def in_lots(
 def totals(parts: Sequence[jax.Array]) -> jax.Array:
     """Sums along axis 1 of all parts (count, length), which differ in length.
 
-    Gathered first, so that one small program serves all.
+    Gathered first, so that one small program serves all. In one row: XLA would take
+    parts that are reshaped or padded into that program one by one, and look at all
+    others again each time.
     """
     longest = max(p.shape[1] for p in parts)
-    padded = [
-        p if p.shape[1] == longest else jnp.pad(p, [(0, 0), (0, longest - p.shape[1])])
-        for p in parts
-    ]
-    return jnp.sum(jnp.concatenate(padded), axis=1)
+    rows = []
+    for part in parts:
+        short = longest - part.shape[1]
+        if short and len(part) > 1:
+            part, short = jnp.pad(part, [(0, 0), (0, short)]), 0
+        rows.append(part.reshape(-1))
+        if short:
+            rows.append(jnp.zeros(short, part.dtype))
+    return jnp.sum(jnp.concatenate(rows).reshape(-1, longest), axis=1)
 
 
 def rows_major(x: jax.Array) -> jax.Array:
