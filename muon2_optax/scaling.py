@@ -46,6 +46,8 @@ def scale_by_shape(
             factor = axes.per_output(shape_factors(axes, kind))
             if not isinstance(factor, float):
                 factor = jnp.asarray(factor, u.real.dtype)
+            elif factor == 1:
+                return (u,)
             return (factor * u,)
 
         return trees.map_leaves(leaf, updates)[0]
