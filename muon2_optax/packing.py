@@ -82,12 +82,7 @@ def read(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
     for group, mine in zip(groups, _apart(stack, groups)):
         mine = _slice(mine, group.start * group.each, group.total * group.each)
         own = jax.lax.split(mine, [len(y) * group.each for y in group.members])
-        square = len({*group.members[0].shape[1:]}) == 1
-        done += (
-            own
-            if square
-            else [_whole(x, shape=y.shape) for x, y in zip(own, group.members)]
-        )
+        done += [_whole(x, y.shape) for x, y in zip(own, group.members)]
     return done
 
 
@@ -154,13 +149,15 @@ def _divided(y: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y.reshape(-1, m, m).mT)
 
 
-@traced.once
-def _whole(y: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+def _whole(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Matrices of this shape, inverse of ``_divided``."""
+    return y if shape[-2] == shape[-1] else _put_together(y, shape=shape)
+
+
+@traced.once
+def _put_together(y: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     count, *sides = shape
     m, n = sorted(sides)
-    if m == n:
-        return y
     y = jnp.swapaxes(y.reshape(count, -1, m, m), 1, 2)
     y = y.reshape(count, m, -1)[..., :n]
     return rows_major(rows_major(y).mT) if _tall(shape) else y
