@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, means, moments, placement, trees
+from muon2_optax import dtypes, means, moments, placement, traced, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.orthogonalize import (
     require_matrix,
@@ -99,9 +99,7 @@ def factorized_second_moment(
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        mu_scale, nu_scale = moments.corrections(
-            b1, b2, count, nesterov, bias_correction
-        )
+        scales = moments.corrections(b1, b2, count, nesterov, bias_correction)
         columns = required_matrices(rules, updates, state.nu_row, state.nu_col)
         leaves = [_Leaf(*row) for row in zip(*columns)]
         moment = iter(_second_moments(leaves, b2, shardings))
@@ -110,16 +108,8 @@ def factorized_second_moment(
             name: str, g: jax.Array, mu: jax.Array, row: jax.Array, col: jax.Array
         ) -> tuple[jax.Array, ...]:
             r, c, root = next(moment)
-            m, numerator = moments.momentum_step(g, mu, b1, nesterov)
-            if nu_scale is not None:
-                root = jnp.sqrt(nu_scale) * root
-            update = moments.scaled(numerator, mu_scale) / moments.divisor(root, eps)
-            states = (
-                dtypes.narrow(m, mu.dtype),
-                r.astype(row.dtype),
-                c.astype(col.dtype),
-            )
-            return dtypes.narrow(update, g.dtype), *states
+            update, m = _divided(g, mu, root, scales, b1=b1, eps=eps, nesterov=nesterov)
+            return update, m, r.astype(row.dtype), c.astype(col.dtype)
 
         updates, mu, row, col = trees.map_leaves(
             leaf, updates, state.mu, state.nu_row, state.nu_col
@@ -127,6 +117,25 @@ def factorized_second_moment(
         return updates, FactorizedSecondMomentState(count, mu, row, col)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+@traced.once
+def _divided(
+    g: jax.Array,
+    mu: jax.Array,
+    root: jax.Array,
+    scales: tuple[Any, Any],
+    *,
+    b1: Any,
+    eps: Any,
+    nesterov: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The update of a leaf and its new momentum, from the root of its V."""
+    m, numerator = moments.momentum_step(g, mu, b1, nesterov)
+    if scales[1] is not None:
+        root = jnp.sqrt(scales[1]) * root
+    update = moments.scaled(numerator, scales[0]) / moments.divisor(root, eps)
+    return dtypes.narrow(update, g.dtype), dtypes.narrow(m, mu.dtype)
 
 
 class _Leaf(NamedTuple):
