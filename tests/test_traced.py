@@ -1,0 +1,57 @@
+"""Functions of a leaf that are traced once for all leaves of a shape."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import muon2_optax as m2
+from muon2_optax import moments, traced
+
+
+def test_once_per_shape_and_setting():
+    seen = []
+
+    @traced.once
+    def times(x, *, factor):
+        seen.append((x.shape, factor))
+        return factor * x
+
+    def step(xs):
+        return [times(x, factor=f) for x in xs for f in (2.0, 3.0)]
+
+    xs = [np.full(n, 2, np.float32) for n in (3, 3, 4)]
+    jax.jit(step)(xs)
+    assert sorted(seen) == [((3,), 2.0), ((3,), 3.0), ((4,), 2.0), ((4,), 3.0)]
+    # Settings that are arrays cannot be static: nothing is shared then.
+    np.testing.assert_array_equal(times(xs[0], factor=jnp.float32(5)), np.full(3, 10))
+    slope = jax.grad(lambda f: jnp.sum(times(xs[1], factor=f)))(5.0)
+    np.testing.assert_array_equal(slope, 6)
+
+
+@pytest.mark.parametrize("optimizer", [m2.muon2, m2.muon])
+def test_a_leaf_more_costs_few_operations(optimizer):
+    """Of the lowered step, where most operations of a leaf are its shape's."""
+
+    def lines(count):
+        params = {f"w{i}": jnp.ones((8, 16)) for i in range(count)}
+        tx = optimizer(0.02)
+
+        def step(grads, state, params):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        lowered = jax.jit(step).lower(params, tx.init(params), params)
+        return len(lowered.as_text().splitlines())
+
+    assert lines(8) - lines(7) < 25
+
+
+@pytest.mark.parametrize("eps", [1e-13, 1e-12, 3e-12, 4e-12, 1e-11, 1e-10, 1e-8, 1.0])
+def test_a_larger_eps_hides_the_floor_under_the_root(eps):
+    """To the bit: a root that is held up makes the same sum."""
+    root = np.geomspace(1e-38, 1e19, 4000).astype(np.float32)
+    root = jnp.asarray(np.append(root, [0, np.inf, np.nan]), jnp.float32)
+    got = moments.divisor(root, eps)
+    np.testing.assert_array_equal(got, moments.divisor(root, jnp.float32(eps)))
