@@ -54,10 +54,13 @@ def run(
     flat = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in order]
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
+    # As many for each lot: so lots that are alike share their programs.
+    most = size.panels // each
+    factors = jnp.pad(factors, (0, -len(factors) % most))
 
     def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         filled = sum(map(len, members))
-        mine = factors[first : first + filled]
+        mine = factors[first : first + most]
         stack = packing.written(members, mine, gain(plan.rows) < 0, size.panels, dtype)
         outputs = iterate(
             stack, chunks, interpret, members=filled, columns=n, grams=size.grams
@@ -65,7 +68,7 @@ def run(
         return packing.read(outputs, members)
 
     results: list[Any] = [None] * len(matrices)
-    for i, r in zip(order, in_lots(lot, flat, size.panels // each)):
+    for i, r in zip(order, in_lots(lot, flat, most)):
         results[i] = r.reshape(matrices[i].shape).astype(matrices[i].dtype)
     return tuple(results)
 

@@ -7,6 +7,7 @@ that write or read a stack are small, and few differ: XLA takes long to compile 
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax import traced
-from muon2_optax.stacks import TOGETHER, rows_major
+from muon2_optax.stacks import rows_major
 from muon2_optax.symmetric import panels
+
+# Leaves in a group: of 11 and more, XLA for GPUs writes one element per thread, at a
+# third of the bandwidth.
+TOGETHER = 10
+# And their entries: so many that starting the next program is nothing beside them.
+ENTRIES = 10 * 2**22
 
 # Along axis 0. No offset is negative here, which each program would have to find out.
 _slice = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
@@ -94,7 +101,8 @@ def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
     found: list[list[jax.Array]] = []
     for (shape, _), run in itertools.groupby(members, lambda y: (y.shape, y.dtype)):
         alike = list(run)
-        size = turned if _tall(shape) else TOGETHER
+        few = max(1, min(TOGETHER, ENTRIES // math.prod(shape)))
+        size = turned if _tall(shape) else few
         found += [alike[i : i + size] for i in range(0, len(alike), size)]
     counts = [sum(map(len, some)) for some in found]
     before = [jnp.int32(k) for k in itertools.accumulate(counts[:-1], initial=0)]

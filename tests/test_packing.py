@@ -83,18 +83,20 @@ def test_groups_that_are_alike_are_one_program(kind, emulated):
         if eqn.primitive.name in ("dynamic_slice", "dynamic_update_slice")
     ]
     first = {"dynamic_slice": 1, "dynamic_update_slice": 2}
-    # Tall ones are written at once and read one by one, others eight at a time; each
+    # Tall ones are written at once and read one by one, others ten at a time; each
     # program that writes takes its factors, too.
-    assert len(slices) == (2 + 17 if kind == "tall" else 3 * (2 + 1))
+    assert len(slices) == (2 + 17 if kind == "tall" else 2 * (2 + 1))
     for eqn in slices:
         start = eqn.invars[first[eqn.primitive.name]]
         assert not hasattr(start, "val")  # as literals have
 
 
-def test_a_group_is_small(emulated):
+@pytest.mark.parametrize("most, sizes", [(1e9, [10, 7]), (5, [5, 5, 5, 2]), (0.1, [])])
+def test_a_group_is_small(most, sizes, emulated, monkeypatch):
     """XLA takes long for large programs, and from eleven arrays on writes slowly."""
+    monkeypatch.setattr(packing, "ENTRIES", int(most * 64 * 160))
     members = [jnp.ones((1, 64, 160))] * 17
     found = joints(
         lambda *ys: packing.written(ys, jnp.ones(17), False, 64, HALF), *members
     )
-    assert found == [8, 8]
+    assert [k for k in found if k > 1] == sizes
