@@ -40,6 +40,22 @@ def test_product(addends, dtype, interpret):
 
 
 @needs_kernel
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("k", [64, 128, 320])
+def test_products_that_still_run_while_tiles_are_asked_for(k, stages, interpret):
+    """With fewer steps than stages, as many and more, for several squares each."""
+    tiles = Tiles(side=128, stages=stages, delay=1)
+    options = {"tiles": tiles, "interpret": interpret}
+    x = stack((3, 256, k))
+    got = symmetric.product(jnp.asarray(x), jnp.asarray(x), alpha=0.25, **options)
+    reference.assert_symmetric_product(got, x, [], 0.25, jnp.finfo(jnp.float16).eps)
+    p = stack((3, 256, 256), 2) / 16
+    got = symmetric.added(jnp.asarray(p), jnp.asarray(x), **options)
+    p, x = p.astype(np.float64), x.astype(np.float64)
+    assert relative_error(got, x + p @ x) < 1e-3
+
+
+@needs_kernel
 @pytest.mark.parametrize("addends", [0, 1, 2])
 def test_product_of_some_members(addends, interpret):
     """Neither members behind the count nor addends that are not given are read."""
@@ -132,6 +148,7 @@ from muon2_optax import symmetric
 def products(x):
     y = symmetric.product(x, x)
     y = symmetric.product(y, x, (0.5, y), members=2)
+    y = symmetric.added(y, x)
     return symmetric.product(y, x, (2.0, x), (0.5, y), alpha=3.0, members=3)
 
 x = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float16)
@@ -141,7 +158,7 @@ print(text.count("custom_call @mosaic_gpu"))
 
 
 @needs_kernel
-def test_one_kernel_for_all_addends_and_counts():
+def test_one_kernel_for_all_products_addends_and_counts():
     """Each takes a GPU's compiler a second. Also the first one of a process."""
     done = subprocess.run(
         [sys.executable, "-c", ONE_KERNEL], capture_output=True, text=True, check=True
