@@ -209,7 +209,7 @@ def divisor(root: jax.Array, eps: Any) -> jax.Array:
     """sqrt(V) + eps, positive also where the squares have underflowed to V = 0."""
     numbers = jnp.finfo(root.dtype)
     floor = numbers.tiny**0.5
-    if isinstance(eps, float) and eps > 4 * floor / numbers.eps:
+    if type(eps) is float and eps > 4 * floor / numbers.eps:
         # The floor is less than half of the sum's last place.
         return root + eps
     return jnp.maximum(root, floor) + eps

@@ -77,12 +77,13 @@ def totals(parts: Sequence[jax.Array]) -> jax.Array:
     rows = []
     for part in parts:
         short = longest - part.shape[1]
-        if short and len(part) > 1:
+        if short and len(part) != 1:
             part, short = jnp.pad(part, [(0, 0), (0, short)]), 0
         rows.append(part.reshape(-1))
         if short:
             rows.append(jnp.zeros(short, part.dtype))
-    return jnp.sum(jnp.concatenate(rows).reshape(-1, longest), axis=1)
+    count = sum(map(len, parts))
+    return jnp.sum(jnp.concatenate(rows).reshape(count, longest), axis=1)
 
 
 def rows_major(x: jax.Array) -> jax.Array:

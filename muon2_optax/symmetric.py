@@ -102,7 +102,7 @@ def added(
     stack, m, n = x.shape
     if m % (down * tiles.side) or n % (right * tiles.depth):
         raise ValueError(f"no tiles {tiles} for {x.shape} in {down} x {right} pieces")
-    if panels(n, columns) > 1 and (n % tiles.side or pieces):
+    if columns is not None and (pieces or n < columns and n % tiles.side):
         raise ValueError(f"no tiles {tiles} for panels {x.shape}, pieces {pieces}")
     across = right * -(-(columns or n) // right // tiles.side)
     squares = across * (m // tiles.side)

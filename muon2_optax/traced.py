@@ -7,8 +7,8 @@ programs are the same.
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -19,8 +19,9 @@ R = TypeVar("R")
 def once(fn: Callable[P, R]) -> Callable[P, R]:
     """``fn`` under ``jax.jit``, with its keyword-only parameters as static ones.
 
-    Where one of them is an array, as under ``optax.inject_hyperparams``, it runs as it
-    is: numbers known while tracing are computed with in Python, in higher precision.
+    While something is traced only: outside, each new setting would be compiled. And not
+    where a setting is an array, as under ``optax.inject_hyperparams``: numbers known
+    while tracing are computed with in Python, in higher precision.
     """
     kinds = inspect.signature(fn).parameters.items()
     settings = [n for n, p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -28,10 +29,16 @@ def once(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            hash(tuple(kwargs.values()))
-        except TypeError:
-            return fn(*args, **kwargs)
-        return shared(*args, **kwargs)
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        run = shared if traced and _hashable(kwargs.values()) else fn
+        return run(*args, **kwargs)
 
     return call
+
+
+def _hashable(values: Iterable[Any]) -> bool:
+    try:
+        hash(tuple(values))
+    except TypeError:
+        return False
+    return True

@@ -1,7 +1,9 @@
 """Reading compiled programs: which collectives they hold, and what those move."""
 
+import contextlib
 import re
 
+import jax
 import numpy as np
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
@@ -37,3 +39,19 @@ def flops(compiled):
 def dot_generals(text):
     """The lines of a lowered program's products."""
     return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """Collects the durations of XLA's compilations while it is open."""
+    taken = []
+
+    def listen(event, duration, **_):
+        if event.endswith("backend_compile_duration"):
+            taken.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield taken
+    finally:
+        jax.monitoring.clear_event_listeners()

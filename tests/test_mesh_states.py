@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives
+from hlo import collectives, count_compilations
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, KINDS, STACKS, draw, known, mesh_of, place
@@ -37,22 +37,6 @@ def shardings_of(tree):
         return x.shape, x.dtype, x.sharding.mesh.axis_names, tuple(entries)
 
     return jax.tree.map(spec, tree)
-
-
-@contextlib.contextmanager
-def count_compilations():
-    """Collects the durations of XLA's compilations while it is open."""
-    taken = []
-
-    def listen(event, duration, **_):
-        if event.endswith("backend_compile_duration"):
-            taken.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield taken
-    finally:
-        jax.monitoring.clear_event_listeners()
 
 
 @KINDS

@@ -215,6 +215,8 @@ def test_pieces_without_tiles_are_refused():
         symmetric.added(p, x, pieces=(2, 1))
     with pytest.raises(ValueError, match="panels"):
         symmetric.added(p, x, columns=200)
+    with pytest.raises(ValueError, match="panels"):
+        symmetric.added(p, x, pieces=(1, 2), columns=100)
 
 
 @needs_kernel

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hlo import count_compilations
 
 import muon2_optax as m2
 from muon2_optax import moments, traced
@@ -28,6 +29,17 @@ def test_once_per_shape_and_setting():
     np.testing.assert_array_equal(times(xs[0], factor=jnp.float32(5)), np.full(3, 10))
     slope = jax.grad(lambda f: jnp.sum(times(xs[1], factor=f)))(5.0)
     np.testing.assert_array_equal(slope, 6)
+
+
+def test_nothing_is_compiled_for_a_new_setting_outside_of_jit():
+    params = {"w": jnp.ones((3, 5))}
+    tx = m2.scale_by_second_moment
+    state = tx().init(params)
+    tx().update(params, state)
+    with count_compilations() as compilations:
+        for b1 in (0.81, 0.82, 0.83):
+            tx(b1=b1).update(params, state)
+    assert not compilations
 
 
 @pytest.mark.parametrize("optimizer", [m2.muon2, m2.muon])

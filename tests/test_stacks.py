@@ -1,0 +1,46 @@
+"""Stacks that are kept in parts: sums of all of them, work in lots."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muon2_optax import stacks
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(1, 4), (1, 4)],
+        [(1, 4), (3, 2), (1, 3), (2, 4)],
+        [(2, 4), (0, 2), (1, 3)],
+        [(0, 0), (1, 4), (0, 4)],
+        [(2, 0), (1, 0)],
+    ],
+    ids=str,
+)
+def test_totals(shapes):
+    """Of parts that are shorter than others, or empty."""
+    rng = np.random.default_rng(0)
+    parts = [rng.standard_normal(s) for s in shapes]
+    got = stacks.totals([jnp.asarray(p, jnp.float32) for p in parts])
+    want = np.concatenate([p.sum(axis=1) for p in parts])
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (3, 0, 1, 4), (7,), (2, 2)], ids=str)
+def test_lots_give_parts_back(counts, size):
+    first = np.cumsum([0, *counts])
+    parts = [jnp.arange(k, k + n) for k, n in zip(first, counts)]
+    seen = []
+
+    def double(start, members):
+        seen.append((start, sum(map(len, members))))
+        return [2 * jnp.concatenate(members)]
+
+    done = stacks.in_lots(double, parts, size)
+    for part, twice, n in zip(parts, done, counts):
+        # A part without members comes back as it is.
+        np.testing.assert_array_equal(twice, 2 * part if n else part)
+    total = sum(counts)
+    assert seen == [(k, min(size, total - k)) for k in range(0, total, size)]
