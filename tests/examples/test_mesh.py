@@ -14,6 +14,8 @@ from examples.flags import UserError
 from examples.mesh import batch_sharding, constrain, make_mesh, param_shardings
 from examples.models import ModelConfig, build
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB = 64
 
 

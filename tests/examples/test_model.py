@@ -25,6 +25,8 @@ from examples.models.attention import rotate, rotation
 from examples.models.config import PRESETS, VOCAB_SIZES
 from examples.models.loss import head_loss
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB = 50
 SLOW = pytest.mark.slow
 ARCHITECTURES = ("llama", "gpt", "moe")

@@ -13,6 +13,8 @@ from examples import cost
 from examples.mesh import make_mesh
 from examples.plan import main
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SMALL = ("--dim", "32", "--heads", "2", "--hidden", "64", "--seq-len", "16")
 SMALL += ("--vocab-size", "64")
 

@@ -15,6 +15,8 @@ from examples.pretrain import main as pretrain
 from examples.sample import SampleConfig, choose, make_generate, sample
 from examples.state import make_model
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SENTENCE = "the quick brown fox jumps over the lazy dog, so it does. "
 
 
