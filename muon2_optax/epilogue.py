@@ -34,15 +34,11 @@ class Epilogue:
     target: tuple[Any, Any, Any]  # and in the result
     shape: tuple[int, int]
 
-    def _corner(self, n: Any) -> tuple[Any, Any]:
-        """Where the n-th block of a tile begins."""
-        across = self.shape[1] // BLOCK
-        return lax.div(n, across) * BLOCK, lax.rem(n, across) * BLOCK
-
     def _window(self, hbm: Any, n: Any, tile: Any, mirrored: bool = False) -> Any:
         """The n-th block of a tile."""
-        row, column = self._corner(n)
-        row, column = tile[1] + row, tile[2] + column
+        across = self.shape[1] // BLOCK
+        row = tile[1] + lax.div(n, across) * BLOCK
+        column = tile[2] + lax.rem(n, across) * BLOCK
         row, column = (column, row) if mirrored else (row, column)
         return hbm.at[tile[0], pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
 

@@ -76,6 +76,7 @@ def kernel(
     # Read once, not for every block of every tile.
     factors = [factors[i] for i in range(1 + len(c_hbm))]
     work = Work(*(counts[i] for i in range(len(Work._fields))))
+    work = work._replace(plain=work.plain == 1)
     shapes = a_hbm.shape, b_hbm.shape, out_hbm.shape
     squares = Squares(work, shapes, tiles, cut)
     most = max(1, len(c_hbm))

@@ -63,7 +63,7 @@ def written(
 
     Args:
       members: (count, m, n) or (count, n, m) each.
-      factors: (total count,).
+      factors: (total count,), or more that are not used.
       negative: whether the products are negated.
       size: panels of the stack; those behind the matrices' are not written.
       dtype: of the stack.

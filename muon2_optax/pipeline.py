@@ -98,7 +98,7 @@ class Pipeline:
 
             copy(a_hbm.at[square.a[0] + panel, rows, depth], self.a)
             lax.cond(
-                self.work.plain == 1,
+                self.work.plain,
                 lambda: copy(b_hbm.at[square.b[0], depth, columns], plain, shared),
                 lambda: copy(
                     b_hbm.at[square.b[0] + panel, columns, depth], transposed, shared
@@ -117,7 +117,7 @@ class Pipeline:
         """Adds a square's product to ``acc``, in these rows of the thread block's."""
         transposed, plain = self.b
         lax.cond(
-            self.work.plain == 1,
+            self.work.plain,
             lambda: self._multiply(before, acc, rows, lambda stage: plain.at[stage]),
             lambda: self._multiply(
                 before, acc, rows, lambda stage: transposed.at[stage].T

@@ -102,7 +102,9 @@ def _run_lot(
     """Wide side last, 16-bit before stacking."""
     how, several = plan.normalization, len(matrices) > 1
     # One-sided scaling of a square matrix acts on its outputs.
-    tall = [x.shape[-2] >= x.shape[-1] + (not isinstance(how, AOL)) for x in matrices]
+    one_sided = isinstance(how, AOL)
+    sides = [x.shape[-2:] for x in matrices]
+    tall = [rows > columns or rows == columns and one_sided for rows, columns in sides]
     ready, floors = zip(*(
         _entering(x, how=how, dtype=dtype, turned=t, flat=several)
         for x, t in zip(matrices, tall)
@@ -145,11 +147,6 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     Returns:
       The result, at least float32, and AOL's eps in its units, (..., 1, 1).
     """
-    return _normalized(x, how=how)
-
-
-@traced.once
-def _normalized(x: jax.Array, *, how: Normalization) -> tuple[jax.Array, jax.Array]:
     x = x.astype(dtypes.compute_dtype(x.dtype))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
     largest = jnp.where(largest == 0, 1, largest)

@@ -58,7 +58,7 @@ class Squares:
             lax.rem(index, self.work.squares),
         )
         choices = self._plain(member, index), self._symmetric(member, index)
-        return jax.tree.map(lambda *of: lax.select(self.work.plain == 1, *of), *choices)
+        return jax.tree.map(lambda *of: lax.select(self.work.plain, *of), *choices)
 
     def _top(self, i: Any) -> Any:
         """First row of this thread block's part of the i-th row of squares."""
@@ -82,14 +82,12 @@ class Squares:
         width = pl.cdiv(n, self.tiles.side)
         right, left = lax.div(j, width), lax.rem(j, width) * self.tiles.side
         if self.cut == (1, 1):
-            panel = member * self.work.panels + right
-            source = target = panel, top, left
+            source = target = member * self.work.panels + right, top, left
         else:
-            panel = member
             piece = lax.div(top, m) * self.cut[1] + right
             target = piece * self.shapes[1][0] + member, lax.rem(top, m), left
             source = member, top, right * n + left
-        return Square((member, top), (panel, source[2]), source, target, j < 0)
+        return Square((member, top), (source[0], source[2]), source, target, j < 0)
 
 
 def triangle(index: Any, count: int) -> tuple[Any, Any]:

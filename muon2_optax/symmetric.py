@@ -62,7 +62,7 @@ def product(
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
     steps = -(-(columns or a.shape[2]) // tiles.depth)
     members, each = _fitting(a, members, columns, shape[0])
-    work = Work(members, each, tiles.squares(m), steps, count, plain=0)
+    work = Work(members, each, tiles.squares(m), steps, count, plain=False)
     return _call(
         factors, work, a, b, *(c for _, c in addends), shape=shape, cut=(1, 1),
         tiles=tiles, how=interpret,
@@ -107,7 +107,7 @@ def added(
     across = right * -(-(columns or n) // right // tiles.side)
     squares = across * (m // tiles.side)
     members, each = _fitting(x, members, columns, len(p))
-    work = Work(members, each, squares, m // tiles.depth, addends=1, plain=1)
+    work = Work(members, each, squares, m // tiles.depth, addends=1, plain=True)
     shape = (down * right * stack, m // down, n // right)
     # As many as products have: where all shapes are equal, one kernel serves both.
     addends = (x,) * ADDENDS

@@ -13,7 +13,7 @@ class Work(NamedTuple):
       squares: of each member's result, those that are computed.
       steps: along the columns of A, for each square.
       addends: how many matrices are added.
-      plain: 1 for A B, 0 for the symmetric A B^T.
+      plain: whether the product is A B, not the symmetric A B^T.
     """
 
     members: Any

@@ -1,4 +1,4 @@
-"""Reading compiled programs: which collectives they hold, and what those move."""
+"""Compiled programs: how many there are, which collectives they hold, what moves."""
 
 import contextlib
 import re
