@@ -86,10 +86,16 @@ def read(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
     """The matrices that stand where ``written`` puts the members, in order."""
     done = []
     groups = _grouped(members, turned=1)
-    for group, mine in zip(groups, _apart(stack, groups)):
-        mine = _slice(mine, group.start * group.each, group.total * group.each)
-        own = jax.lax.split(mine, [len(y) * group.each for y in group.members])
-        done += [_whole(x, y.shape) for x, y in zip(own, group.members)]
+    # As rows, here and after: XLA would reshape leaf after leaf.
+    side = stack.shape[-1]
+    rows = stack.reshape(-1, side)
+    for group, mine in zip(groups, _apart(rows, groups)):
+        each = group.each * side
+        mine = _slice(mine, group.start * each, group.total * each)
+        _, *sides = group.members[0].shape
+        whole = _whole(mine, sides)
+        own = jax.lax.split(whole, [len(y) * sides[0] for y in group.members])
+        done += [x.reshape(y.shape) for x, y in zip(own, group.members)]
     return done
 
 
@@ -117,18 +123,19 @@ def _scaled(group: Group, factors: jax.Array, **how: Any) -> jax.Array:
         members = [jnp.concatenate(members)]
     # One by one: a factor that varies along an array is loaded for each element.
     own = jax.lax.split(factors, list(map(len, members)))
-    return jnp.concatenate([_times(y, f, **how) for y, f in zip(members, own)])
+    rows = jnp.concatenate([_times(y, f, **how) for y, f in zip(members, own)])
+    return rows.reshape(-1, *members[0].shape[1:])
 
 
 @traced.once
 def _times(
     y: jax.Array, factors: jax.Array, *, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
-    """Matrices times their factors' squares, or minus that."""
+    """Matrices times their factors' squares, or minus that, as rows (count * m, n)."""
     factor = factors[:, None, None]
     # One after the other: the square may be out of range where both products fit.
     y = y.astype(factor.dtype) * factor * (-factor if negative else factor)
-    return y.astype(dtype)
+    return y.astype(dtype).reshape(-1, y.shape[-1])
 
 
 def _apart(x: jax.Array, groups: Sequence[Group]) -> Sequence[jax.Array]:
@@ -157,15 +164,14 @@ def _divided(y: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y.reshape(-1, m, m).mT)
 
 
-def _whole(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Matrices of this shape, inverse of ``_divided``."""
-    return y if shape[-2] == shape[-1] else _put_together(y, shape=shape)
-
-
-@traced.once
-def _put_together(y: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
-    count, *sides = shape
+def _whole(rows: jax.Array, sides: Sequence[int]) -> jax.Array:
+    """Matrices of these sides, inverse of ``_divided``; all as rows."""
     m, n = sorted(sides)
-    y = jnp.swapaxes(y.reshape(count, -1, m, m), 1, 2)
-    y = y.reshape(count, m, -1)[..., :n]
-    return rows_major(rows_major(y).mT) if _tall(shape) else y
+    if m == n:
+        return rows
+    each = panels(m, n)
+    rows = jnp.swapaxes(rows.reshape(-1, each, m, m), 1, 2)
+    rows = rows.reshape(-1, each * m)[:, :n]
+    if not _tall(sides):
+        return rows
+    return rows_major(rows_major(rows.reshape(-1, m, n)).mT).reshape(-1, m)

@@ -1,5 +1,6 @@
 """Stacks of matrices that are kept in parts, one after the other along axis 0."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -70,21 +71,17 @@ def in_lots(
 def totals(parts: Sequence[jax.Array]) -> jax.Array:
     """Sums along axis 1 of all parts (count, length), which differ in length.
 
-    Gathered first, so that one small program serves all. In one row: XLA would take
-    parts that are reshaped or padded into that program one by one, and look at all
-    others again each time.
+    Gathered first, a few that are alike at a time, so that one small program serves
+    many. XLA takes long to compile what gathers all.
     """
-    longest = max(p.shape[1] for p in parts)
-    rows = []
-    for part in parts:
-        short = longest - part.shape[1]
-        if short and len(part) != 1:
-            part, short = jnp.pad(part, [(0, 0), (0, short)]), 0
-        rows.append(part.reshape(-1))
-        if short:
-            rows.append(jnp.zeros(short, part.dtype))
-    count = sum(map(len, parts))
-    return jnp.sum(jnp.concatenate(rows).reshape(count, longest), axis=1)
+    sums = []
+    for length, run in itertools.groupby(parts, lambda p: p.shape[1]):
+        alike = list(run)
+        for i in range(0, len(alike), TOGETHER):
+            rows = jnp.concatenate([p.reshape(-1) for p in alike[i : i + TOGETHER]])
+            count = sum(map(len, alike[i : i + TOGETHER]))
+            sums.append(jnp.sum(rows.reshape(count, length), axis=1))
+    return jnp.concatenate(sums)
 
 
 def rows_major(x: jax.Array) -> jax.Array:

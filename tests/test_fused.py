@@ -140,10 +140,10 @@ def test_zero_members_stay_zero_and_bad_ones_stay_alone(emulated):
 
 def test_no_more_than_ten_arrays_are_joined_at_once(emulated):
     """XLA for GPUs writes one element per thread from eleven on: the widest pass of a
-    step would take three times as long. (One joint, of row sums, is small.)"""
+    step would take three times as long."""
     xs = [jnp.ones((128, 192))] * 29
     counts = joints(lambda *xs: _run(xs, size=100), *xs)
-    assert sorted(counts)[-2:] == [10, 29]
+    assert max(counts) == 10
     pieces = [jnp.ones((1, 64, 96), jnp.float16)] * 29
     packed = joints(lambda *xs: parcels.packed(xs, jnp.ones(29), 8, 4), *pieces)
     assert max(packed) <= 10
