@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import packing, symmetric
+from muon2_optax import packing, symmetric, traced
 from muon2_optax.coefficients import Frobenius, Plan
 from muon2_optax.stacks import in_lots, totals
 
@@ -113,9 +113,14 @@ def _factors(stacks: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.A
     """
     wide = jnp.result_type(jnp.float32, *stacks)
     with jax.enable_x64(True):
-        rows = [jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1) for x in stacks]
-        norm = _divisor(jnp.sqrt(totals(rows)), how)
+        norm = _divisor(jnp.sqrt(totals(list(map(_row_squares, stacks)))), how)
         return jnp.sqrt(abs(scale) / norm).astype(wide)
+
+
+@traced.once
+def _row_squares(x: jax.Array) -> jax.Array:
+    """Sums of the squares of rows, (count, m) float64 of (count, m, n)."""
+    return jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1)
 
 
 def _divisor(norm: jax.Array, how: Frobenius) -> jax.Array:

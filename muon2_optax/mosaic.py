@@ -73,8 +73,6 @@ def kernel(
     """
     *c_hbm, out_hbm = rest
     group = lax.axis_index("group")
-    # Read once, not for every block of every tile.
-    factors = [factors[i] for i in range(1 + len(c_hbm))]
     work = Work(*(counts[i] for i in range(len(Work._fields))))
     work = work._replace(plain=work.plain == 1)
     shapes = a_hbm.shape, b_hbm.shape, out_hbm.shape
