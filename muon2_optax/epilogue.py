@@ -18,13 +18,14 @@ BLOCK = 64
 class Epilogue:
     """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks.
 
-    Written out block after block: a register has no index at run time, and a loop would
-    hold a block beside all registers of the tile. They are not enough for that where
-    the compiler gives each thread equally many, as that of JAX 0.12 does: steps took 6
-    percent longer.
+    Written out block after block, though that takes longer to lower; only the addends,
+    whose number is known at run time, are in a loop. A register has no index at run
+    time, so a loop over blocks holds one beside all the tile's registers. A thread has
+    too few for both where the compiler gives all threads equally many, as that of JAX
+    0.12 does: products waited for memory, and an optimizer's step took 6% longer.
     """
 
-    factors: Any
+    factors: Any  # in global memory, read where they are used: they take registers
     addends: Any  # how many of c_hbm are added
     c_hbm: Sequence[Any]
     out_hbm: Any
@@ -72,7 +73,7 @@ class Epilogue:
         return lax.fori_loop(0, self.addends, plus, piece)
 
     def start(self) -> None:
-        """Asks for the first addends; they arrive while the tile is multiplied."""
+        """Asks for the first two blocks' addends, which arrive meanwhile."""
         if self.c_hbm:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for n in range(2):

@@ -119,7 +119,7 @@ def _factors(stacks: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.A
 
 @traced.once
 def _row_squares(x: jax.Array) -> jax.Array:
-    """Sums of the squares of rows, (count, m) float64 of (count, m, n)."""
+    """Sums of the squares of rows, (count, m) of (count, m, n); float64 with x64."""
     return jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1)
 
 

@@ -86,14 +86,13 @@ def read(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
     """The matrices that stand where ``written`` puts the members, in order."""
     done = []
     groups = _grouped(members, turned=1)
-    # As rows, here and after: XLA would reshape leaf after leaf.
-    side = stack.shape[-1]
-    rows = stack.reshape(-1, side)
+    # As rows from here on: XLA would reshape matrices leaf after leaf.
+    rows = stack.reshape(-1, stack.shape[-1])
     for group, mine in zip(groups, _apart(rows, groups)):
-        each = group.each * side
-        mine = _slice(mine, group.start * each, group.total * each)
-        _, *sides = group.members[0].shape
-        whole = _whole(mine, sides)
+        high = group.each * stack.shape[-1]
+        mine = _slice(mine, group.start * high, group.total * high)
+        sides = group.members[0].shape[1:]
+        whole = _whole(mine, sides=sides)
         own = jax.lax.split(whole, [len(y) * sides[0] for y in group.members])
         done += [x.reshape(y.shape) for x, y in zip(own, group.members)]
     return done
@@ -123,6 +122,7 @@ def _scaled(group: Group, factors: jax.Array, **how: Any) -> jax.Array:
         members = [jnp.concatenate(members)]
     # One by one: a factor that varies along an array is loaded for each element.
     own = jax.lax.split(factors, list(map(len, members)))
+    # As rows, for the reason that ``read`` has.
     rows = jnp.concatenate([_times(y, f, **how) for y, f in zip(members, own)])
     return rows.reshape(-1, *members[0].shape[1:])
 
@@ -164,8 +164,12 @@ def _divided(y: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y.reshape(-1, m, m).mT)
 
 
-def _whole(rows: jax.Array, sides: Sequence[int]) -> jax.Array:
-    """Matrices of these sides, inverse of ``_divided``; all as rows."""
+@traced.once
+def _whole(rows: jax.Array, *, sides: tuple[int, ...]) -> jax.Array:
+    """Panels (count * panels * m, m) as matrices (count * sides[0], sides[1]).
+
+    The inverse of ``_divided``, but for stacks that stand as rows.
+    """
     m, n = sorted(sides)
     if m == n:
         return rows

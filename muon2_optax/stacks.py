@@ -9,7 +9,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
 # Arrays that are joined before anything is done to them: from 11 on, XLA for GPUs
-# writes one element per thread, at a third of the bandwidth.
+# writes one element per thread, at a third of the bandwidth, and takes long to compile
+# what joins many.
 TOGETHER = 8
 
 
@@ -71,16 +72,16 @@ def in_lots(
 def totals(parts: Sequence[jax.Array]) -> jax.Array:
     """Sums along axis 1 of all parts (count, length), which differ in length.
 
-    Gathered first, a few that are alike at a time, so that one small program serves
-    many. XLA takes long to compile what gathers all.
+    Gathered first, a few in a row that have one length at a time, so that small
+    programs serve many.
     """
     sums = []
     for length, run in itertools.groupby(parts, lambda p: p.shape[1]):
         alike = list(run)
         for i in range(0, len(alike), TOGETHER):
-            rows = jnp.concatenate([p.reshape(-1) for p in alike[i : i + TOGETHER]])
-            count = sum(map(len, alike[i : i + TOGETHER]))
-            sums.append(jnp.sum(rows.reshape(count, length), axis=1))
+            few = alike[i : i + TOGETHER]
+            rows = jnp.concatenate([p.reshape(-1) for p in few])
+            sums.append(jnp.sum(rows.reshape(sum(map(len, few)), length), axis=1))
     return jnp.concatenate(sums)
 
 

@@ -61,6 +61,14 @@ def test_what_is_read_is_what_was_written(kind, emulated):
         np.testing.assert_array_equal(got, y.astype(np.float16))
 
 
+@pytest.mark.parametrize("kind", ["wide", "tall"])
+def test_what_is_done_to_a_group_is_lowered_once(kind, emulated):
+    members = [jnp.ones(SHAPES[kind][0])] * 20
+    panels = jnp.ones((20 * _each(members), 64, 64), HALF)
+    lowered = jax.jit(packing.read).lower(panels, members).as_text()
+    assert lowered.count("stablehlo.transpose") == (2 if kind == "tall" else 1)
+
+
 def test_a_factor_whose_square_is_out_of_range(emulated):
     y = jnp.full((1, 64, 64), 1e-37, jnp.float32)
     got = packing.written([y], jnp.asarray([2e19], jnp.float32), False, 1, HALF)

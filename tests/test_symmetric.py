@@ -21,7 +21,8 @@ def interpret(monkeypatch):
 
     # As few simulated multiprocessors as make more than one take part.
     monkeypatch.setattr(symmetric, "_processors", lambda: 2)
-    return mosaic_gpu.InterpretGPUParams()
+    # Values alone do not tell of a wait that is missing.
+    return mosaic_gpu.InterpretGPUParams(detect_races=True)
 
 
 SMALL = Tiles(side=128, stages=2)
@@ -167,11 +168,14 @@ def test_one_kernel_for_all_products_addends_and_counts():
 
 
 @needs_kernel
-def test_product_in_clusters(interpret):
-    x = jnp.asarray(stack((1, 512, 64)))
-    got = symmetric.product(x, x, alpha=0.5, interpret=interpret)
-    wide = np.asarray(x, np.float64)
-    assert relative_error(got, 0.5 * wide @ wide.swapaxes(1, 2)) < 1e-3
+@pytest.mark.parametrize("addends", [0, 2])
+def test_product_in_clusters(addends, interpret):
+    x = stack((1, 512, 64))
+    c = stack((1, 512, 512), 1)
+    pairs = [(0.5 + i, jnp.asarray(c + c.swapaxes(1, 2))) for i in range(addends)]
+    x16 = jnp.asarray(x)
+    got = symmetric.product(x16, x16, *pairs, alpha=0.5, interpret=interpret)
+    reference.assert_symmetric_product(got, x, pairs, 0.5, jnp.finfo(jnp.float16).eps)
 
 
 @needs_kernel
