@@ -37,14 +37,15 @@ class Epilogue:
     target: tuple[Any, Any, Any]  # and in the result
     shape: tuple[int, int]
 
-    @property
-    def _across(self) -> int:
-        return self.shape[1] // BLOCK
+    def _corner(self, n: int) -> tuple[int, int]:
+        """Where the n-th block of a tile begins."""
+        row, column = divmod(n, self.shape[1] // BLOCK)
+        return row * BLOCK, column * BLOCK
 
     def _window(self, hbm: Any, n: int, tile: Any, mirrored: bool = False) -> Any:
         """The n-th block of a tile."""
-        row = tile[1] + n // self._across * BLOCK
-        column = tile[2] + n % self._across * BLOCK
+        row, column = self._corner(n)
+        row, column = tile[1] + row, tile[2] + column
         row, column = (column, row) if mirrored else (row, column)
         return hbm.at[tile[0], pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
 
@@ -81,10 +82,10 @@ class Epilogue:
 
     def store(self, tile: Any, mirrored: Any) -> None:
         """Stores a tile (``shape``), and its mirror image where ``mirrored``."""
-        count = self.shape[0] // BLOCK * self._across
+        count = self.shape[0] * self.shape[1] // BLOCK**2
         alpha = self.factors[0]
         for n in range(count):
-            row, column = n // self._across * BLOCK, n % self._across * BLOCK
+            row, column = self._corner(n)
             piece = tile[row : row + BLOCK, column : column + BLOCK] * alpha
             if self.c_hbm:
                 piece = self._sum(piece, n)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax import traced
-from muon2_optax.stacks import rows_major
+from muon2_optax.stacks import alike, rows_major
 from muon2_optax.symmetric import panels
 
 # Leaves in a group: of 11 and more, XLA for GPUs writes one element per thread, at a
@@ -103,12 +103,13 @@ def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
 
     Few, because XLA also takes long to compile large programs.
     """
-    found: list[list[jax.Array]] = []
-    for (shape, _), run in itertools.groupby(members, lambda y: (y.shape, y.dtype)):
-        alike = list(run)
+
+    def most(kind: Any) -> int:
+        shape, _ = kind
         few = max(1, min(TOGETHER, ENTRIES // math.prod(shape)))
-        size = turned if _tall(shape) else few
-        found += [alike[i : i + size] for i in range(0, len(alike), size)]
+        return turned if _tall(shape) else few
+
+    found = alike(members, lambda y: (y.shape, y.dtype), most)
     counts = [sum(map(len, some)) for some in found]
     before = [jnp.int32(k) for k in itertools.accumulate(counts[:-1], initial=0)]
     starts = jax.lax.optimization_barrier(before)

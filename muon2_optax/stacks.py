@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,19 @@ def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
         return []
     size = even(len(parts), TOGETHER)
     return [jnp.concatenate(parts[i : i + size]) for i in range(0, len(parts), size)]
+
+
+def alike(
+    parts: Sequence[jax.Array],
+    kind: Callable[[jax.Array], Any],
+    most: Callable[[Any], int],
+) -> list[list[jax.Array]]:
+    """Those in a row that are of one kind, at most ``most(kind)`` in a list."""
+    found: list[list[jax.Array]] = []
+    for key, run in itertools.groupby(parts, kind):
+        row, size = list(run), most(key)
+        found += [row[i : i + size] for i in range(0, len(row), size)]
+    return found
 
 
 def take(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:
@@ -76,12 +90,10 @@ def totals(parts: Sequence[jax.Array]) -> jax.Array:
     programs serve many.
     """
     sums = []
-    for length, run in itertools.groupby(parts, lambda p: p.shape[1]):
-        alike = list(run)
-        for i in range(0, len(alike), TOGETHER):
-            few = alike[i : i + TOGETHER]
-            rows = jnp.concatenate([p.reshape(-1) for p in few])
-            sums.append(jnp.sum(rows.reshape(sum(map(len, few)), length), axis=1))
+    for few in alike(parts, lambda p: p.shape[1], lambda _: TOGETHER):
+        rows = jnp.concatenate([p.reshape(-1) for p in few])
+        shape = sum(map(len, few)), few[0].shape[1]
+        sums.append(jnp.sum(rows.reshape(shape), axis=1))
     return jnp.concatenate(sums)
 
 
