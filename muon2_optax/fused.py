@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import packing, symmetric, traced
+from muon2_optax import packing, stacks, symmetric, traced
 from muon2_optax.coefficients import Frobenius, Plan
-from muon2_optax.stacks import in_lots, totals
 
 # The kernel's operand A B^T counts in columns of this many elements.
 COLUMNS = 64
@@ -51,7 +50,8 @@ def run(
     # Those of one form in a row: fewer programs write them. Tall ones first: such that
     # fill a stack are not copied into it.
     order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape[-2] == m)
-    flat = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in order]
+    ordered = [matrices[i] for i in order]
+    flat = stacks.members(ordered)
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
     # As many for each lot: so lots that are alike share their programs.
@@ -67,10 +67,8 @@ def run(
         )
         return packing.read(outputs, members)
 
-    results: list[Any] = [None] * len(matrices)
-    for i, r in zip(order, in_lots(lot, flat, most)):
-        results[i] = r.reshape(matrices[i].shape).astype(matrices[i].dtype)
-    return tuple(results)
+    done = dict(zip(order, stacks.like(stacks.in_lots(lot, flat, most), ordered)))
+    return tuple(done[i] for i in range(len(matrices)))
 
 
 def run_pieces(
@@ -105,19 +103,19 @@ def run_pieces(
     return iterate(x, chunks, interpret, pieces=(down, right))
 
 
-def _factors(stacks: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.Array:
-    """Whose squares normalize each matrix of the stacks to ``scale``, (total count,).
+def _factors(parts: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.Array:
+    """Whose squares normalize each matrix of the parts to ``scale``, (total count,).
 
     Squares are summed in float64, where those of any float32 fit: one pass over the
     values. Roots, because ``scale`` / norm may be out of the range of float32.
     """
-    wide = jnp.result_type(jnp.float32, *stacks)
+    wide = jnp.result_type(jnp.float32, *parts)
     with jax.enable_x64(True):
-        norm = _divisor(jnp.sqrt(totals(list(map(_row_squares, stacks)))), how)
+        norm = _divisor(jnp.sqrt(stacks.totals(_row_squares(parts))), how)
         return jnp.sqrt(abs(scale) / norm).astype(wide)
 
 
-@traced.once
+@traced.each
 def _row_squares(x: jax.Array) -> jax.Array:
     """Sums of the squares of rows, (count, m) of (count, m, n); float64 with x64."""
     return jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1)

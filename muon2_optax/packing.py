@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax import traced
-from muon2_optax.stacks import alike, rows_major
+from muon2_optax.stacks import rows_major
 from muon2_optax.symmetric import panels
 
 # Leaves in a group: of 11 and more, XLA for GPUs writes one element per thread, at a
@@ -74,7 +74,7 @@ def written(
     groups = _grouped(members, turned=len(members))
     for group, mine in zip(groups, _apart(factors, groups)):
         mine = _slice(mine, group.start, group.total)
-        ready = _divided(_scaled(group, mine, negative=negative, dtype=dtype))
+        ready = _ready(mine, *group.members, negative=negative, dtype=dtype)
         if len(ready) == size:
             # All there are: what is turned need not be copied.
             return ready
@@ -91,10 +91,8 @@ def read(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
     for group, mine in zip(groups, _apart(rows, groups)):
         high = group.each * stack.shape[-1]
         mine = _slice(mine, group.start * high, group.total * high)
-        sides = group.members[0].shape[1:]
-        whole = _whole(mine, sides=sides)
-        own = jax.lax.split(whole, [len(y) * sides[0] for y in group.members])
-        done += [x.reshape(y.shape) for x, y in zip(own, group.members)]
+        some = group.members
+        done += _members(mine, count=len(some), shape=some[0].shape)
     return done
 
 
@@ -109,30 +107,34 @@ def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
         few = max(1, min(TOGETHER, ENTRIES // math.prod(shape)))
         return turned if _tall(shape) else few
 
-    found = alike(members, lambda y: (y.shape, y.dtype), most)
+    found = traced.alike(members, lambda y: (y.shape, y.dtype), most)
     counts = [sum(map(len, some)) for some in found]
     before = [jnp.int32(k) for k in itertools.accumulate(counts[:-1], initial=0)]
     starts = jax.lax.optimization_barrier(before)
     return [Group(some, start) for some, start in zip(found, starts)]
 
 
-def _scaled(group: Group, factors: jax.Array, **how: Any) -> jax.Array:
-    """The group's members as one array, each ``_times`` its factors."""
-    members = group.members
-    if _tall(members[0].shape):
-        members = [jnp.concatenate(members)]
+@traced.once
+def _ready(
+    factors: jax.Array, *members: jax.Array, negative: bool, dtype: jnp.dtype
+) -> jax.Array:
+    """A group's panels: its matrices times their factors' squares, or minus that."""
+    parts = [jnp.concatenate(members)] if _tall(members[0].shape) else members
     # One by one: a factor that varies along an array is loaded for each element.
-    own = jax.lax.split(factors, list(map(len, members)))
-    # As rows, for the reason that ``read`` has.
-    rows = jnp.concatenate([_times(y, f, **how) for y, f in zip(members, own)])
-    return rows.reshape(-1, *members[0].shape[1:])
+    own = jax.lax.split(factors, list(map(len, parts)))
+    how = {"negative": negative, "dtype": dtype}
+    rows = jnp.concatenate([_times(y, f, **how) for y, f in zip(parts, own)])
+    return _divided(rows.reshape(-1, *members[0].shape[1:]))
 
 
 @traced.once
 def _times(
     y: jax.Array, factors: jax.Array, *, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
-    """Matrices times their factors' squares, or minus that, as rows (count * m, n)."""
+    """Matrices times their factors' squares, or minus that, as rows (count * m, n).
+
+    As rows for the reason that ``read`` has.
+    """
     factor = factors[:, None, None]
     # One after the other: the square may be out of range where both products fit.
     y = y.astype(factor.dtype) * factor * (-factor if negative else factor)
@@ -166,7 +168,14 @@ def _divided(y: jax.Array) -> jax.Array:
 
 
 @traced.once
-def _whole(rows: jax.Array, *, sides: tuple[int, ...]) -> jax.Array:
+def _members(rows: jax.Array, *, count: int, shape: tuple[int, ...]) -> list[jax.Array]:
+    """A group's members, ``count`` of one shape, from the rows of its panels."""
+    whole = _whole(rows, shape[1:])
+    own = jax.lax.split(whole, [len(whole) // count] * count)
+    return [x.reshape(shape) for x in own]
+
+
+def _whole(rows: jax.Array, sides: tuple[int, ...]) -> jax.Array:
     """Panels (count * panels * m, m) as matrices (count * sides[0], sides[1]).
 
     The inverse of ``_divided``, but for stacks that stand as rows.

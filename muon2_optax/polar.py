@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes, fused, hopper, traced
+from muon2_optax import dtypes, fused, hopper, stacks, traced
 from muon2_optax.coefficients import AOL, Normalization, Plan
 from muon2_optax.iteration import adjoint, iterate, runs
-from muon2_optax.stacks import in_lots
 
 # Bytes of matrices, in the dtype of the iteration, that run at once, to bound the
 # memory of a step. Smaller lots would make larger programs.
@@ -90,10 +89,10 @@ def _run_stock(
     lots = math.ceil(count * m * n * dtype.itemsize / LOT)
     if lots <= 1:
         return _run_lot(matrices, plan, dtype)
-    flat = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
     run = functools.partial(_run_lot, plan=plan, dtype=dtype)
-    done = in_lots(lambda _, members: run(members), flat, -(-count // lots))
-    return tuple(y.reshape(x.shape) for x, y in zip(matrices, done))
+    flat, size = stacks.members(matrices), -(-count // lots)
+    done = stacks.in_lots(lambda _, members: run(members), flat, size)
+    return tuple(stacks.like(done, matrices))
 
 
 def _run_lot(
@@ -101,41 +100,37 @@ def _run_lot(
 ) -> tuple[jax.Array, ...]:
     """Wide side last, 16-bit before stacking."""
     how, several = plan.normalization, len(matrices) > 1
-    # One-sided scaling of a square matrix acts on its outputs.
-    one_sided = isinstance(how, AOL)
-    sides = [x.shape[-2:] for x in matrices]
-    tall = [rows > columns or rows == columns and one_sided for rows, columns in sides]
-    ready, floors = zip(*(
-        _entering(x, how=how, dtype=dtype, turned=t, flat=several)
-        for x, t in zip(matrices, tall)
-    ))  # fmt: skip
+    ready, floors = zip(*_entering(matrices, how=how, dtype=dtype, flat=several))
     if several:
         done = iterate(jnp.concatenate(ready), jnp.concatenate(floors), plan)
         parts = jax.lax.split(done, list(map(len, ready)))
     else:
         parts = [iterate(ready[0], floors[0], plan)]
-    return tuple(
-        _leaving(y, shape=x.shape, dtype=x.dtype, turned=t)
-        for y, x, t in zip(parts, matrices, tall)
-    )
+    return tuple(_leaving(parts, matrices, how=how))
 
 
-@traced.once
+@traced.each
 def _entering(
-    x: jax.Array, *, how: Normalization, dtype: jnp.dtype, turned: bool, flat: bool
+    x: jax.Array, *, how: Normalization, dtype: jnp.dtype, flat: bool
 ) -> tuple[jax.Array, jax.Array]:
     """A leaf as wide matrices, in one stack if ``flat``, and ``normalize``'s eps."""
+    turned = _turned(x, how)
     x, floor = normalize(x.reshape(-1, *x.shape[-2:]) if flat else x, how)
     x = x.astype(dtype)
     return adjoint(x) if turned else x, floor
 
 
-@traced.once
-def _leaving(
-    y: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype, turned: bool
-) -> jax.Array:
-    """Inverse of ``_entering``, without the norm."""
-    return (adjoint(y) if turned else y).reshape(shape).astype(dtype)
+@traced.each
+def _leaving(y: jax.Array, x: jax.Array, *, how: Normalization) -> jax.Array:
+    """Inverse of ``_entering`` for the leaf x, without the norm."""
+    return (adjoint(y) if _turned(x, how) else y).reshape(x.shape).astype(x.dtype)
+
+
+def _turned(x: jax.Array, how: Normalization) -> bool:
+    """Whether the matrices of a leaf run transposed."""
+    rows, columns = x.shape[-2:]
+    # One-sided scaling of a square matrix acts on its outputs.
+    return rows > columns or rows == columns and isinstance(how, AOL)
 
 
 def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:

@@ -1,13 +1,13 @@
 """Stacks of matrices that are kept in parts, one after the other along axis 0."""
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
+
+from muon2_optax import traced
 
 # Arrays that are joined before anything is done to them: from 11 on, XLA for GPUs
 # writes one element per thread, at a third of the bandwidth, and takes long to compile
@@ -32,17 +32,16 @@ def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
     return [jnp.concatenate(parts[i : i + size]) for i in range(0, len(parts), size)]
 
 
-def alike(
-    parts: Sequence[jax.Array],
-    kind: Callable[[jax.Array], Any],
-    most: Callable[[Any], int],
-) -> list[list[jax.Array]]:
-    """Those in a row that are of one kind, at most ``most(kind)`` in a list."""
-    found: list[list[jax.Array]] = []
-    for key, run in itertools.groupby(parts, kind):
-        row, size = list(run), most(key)
-        found += [row[i : i + size] for i in range(0, len(row), size)]
-    return found
+@traced.each
+def members(x: jax.Array) -> jax.Array:
+    """Matrices (..., m, n) as a part (count, m, n); of all, as parts."""
+    return x.reshape(-1, *x.shape[-2:])
+
+
+@traced.each
+def like(y: jax.Array, x: jax.Array) -> jax.Array:
+    """Values in the shape and dtype of x."""
+    return y.reshape(x.shape).astype(x.dtype)
 
 
 def take(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:
@@ -90,10 +89,8 @@ def totals(parts: Sequence[jax.Array]) -> jax.Array:
     programs serve many.
     """
     sums = []
-    for few in alike(parts, lambda p: p.shape[1], lambda _: TOGETHER):
-        rows = jnp.concatenate([p.reshape(-1) for p in few])
-        shape = sum(map(len, few)), few[0].shape[1]
-        sums.append(jnp.sum(rows.reshape(shape), axis=1))
+    for few in traced.alike(parts, lambda p: p.shape[1], lambda _: TOGETHER):
+        sums.append(jnp.sum(jnp.concatenate(few), axis=1))
     return jnp.concatenate(sums)
 
 

@@ -7,13 +7,18 @@ programs are the same.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+
+# Leaves that are traced together: a call costs as much as a few of its operands.
+FEW = 8
 
 
 def once(fn: Callable[P, R]) -> Callable[P, R]:
@@ -23,8 +28,49 @@ def once(fn: Callable[P, R]) -> Callable[P, R]:
     where a setting is an array, as under ``optax.inject_hyperparams``: numbers known
     while tracing are computed with in Python, in higher precision.
     """
+    return _shared(fn, _settings(fn))
+
+
+def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
+    """``fn`` of one leaf, as a function of many: ``[fn(*row) for row in zip(*lists)]``.
+
+    Those alike in a row are traced ``FEW`` at a time, and once for all so many.
+    """
+    settings = _settings(fn)
+    leaf = _shared(fn, settings)
+
+    def few(*rows: Sequence[jax.Array], **kwargs: Any) -> list[R]:
+        return [leaf(*row, **kwargs) for row in rows]
+
+    together = _shared(few, settings)
+
+    @functools.wraps(fn)
+    def call(*lists: Iterable[jax.Array], **kwargs: Any) -> list[R]:
+        rows = list(zip(*lists, strict=True))
+        found = alike(rows, lambda r: [(x.shape, x.dtype) for x in r], lambda _: FEW)
+        return [y for group in found for y in together(*group, **kwargs)]
+
+    return call
+
+
+def alike(
+    leaves: Iterable[T], kind: Callable[[T], Any], most: Callable[[Any], int]
+) -> list[list[T]]:
+    """Those in a row that are of one kind, at most ``most(kind)`` in a list."""
+    found: list[list[T]] = []
+    for key, run in itertools.groupby(leaves, kind):
+        row, size = list(run), most(key)
+        found += [row[i : i + size] for i in range(0, len(row), size)]
+    return found
+
+
+def _settings(fn: Callable[..., Any]) -> list[str]:
+    """Names of the keyword-only parameters."""
     kinds = inspect.signature(fn).parameters.items()
-    settings = [n for n, p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    return [n for n, p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def _shared(fn: Callable[P, R], settings: Sequence[str]) -> Callable[P, R]:
     shared = jax.jit(fn, static_argnames=settings)
 
     @functools.wraps(fn)

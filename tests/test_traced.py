@@ -31,6 +31,29 @@ def test_once_per_shape_and_setting():
     np.testing.assert_array_equal(slope, 6)
 
 
+def test_each_leaf_alone_and_a_few_traced_together():
+    seen = []
+
+    @traced.each
+    def shifted(x, y, *, by):
+        seen.append(x.shape)
+        return x + y + by, y
+
+    def step(xs, ys):
+        return shifted(xs, ys, by=2.0)
+
+    sizes = [3] * (2 * traced.FEW + 1) + [4] + [3] * traced.FEW
+    xs = [np.full(n, i, np.float32) for i, n in enumerate(sizes)]
+    ys = [x / 2 for x in xs]
+    for got in (jax.jit(step)(xs, ys), step(xs, ys)):
+        want = [(1.5 * x + 2, y) for x, y in zip(xs, ys)]
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert sorted(seen[: -len(xs)]) == [(3,), (4,)]
+    # Lists of two lengths are a mistake, not leaves left out.
+    with pytest.raises(ValueError, match="shorter"):
+        shifted(xs, ys[:-1], by=2.0)
+
+
 def test_nothing_is_compiled_for_a_new_setting_outside_of_jit():
     params = {"w": jnp.ones((3, 5))}
     tx = m2.scale_by_second_moment
