@@ -13,6 +13,8 @@ from jax import lax
 # the widest swizzle.
 BLOCK = 64
 
+_load: Any = plgpu.load  # JAX 0.10, which has no use for the kernel, wants an index too
+
 
 @dataclasses.dataclass
 class Epilogue:
@@ -69,7 +71,8 @@ class Epilogue:
         def plus(which: Any, piece: Any) -> Any:
             beta = self.factors[1 + which]
             plgpu.barrier_wait(self._barrier(n, which))
-            return piece + beta * self.blocks[n % 2, which].astype(jnp.float32)
+            block = _load(self.blocks.at[n % 2, which], layout=plgpu.Layout.WGMMA)
+            return piece + beta * block.astype(jnp.float32)
 
         return lax.fori_loop(0, self.addends, plus, piece)
 
@@ -98,11 +101,11 @@ class Epilogue:
     def _leave(self, n: int, piece: Any, mirrored: Any) -> None:
         """The n-th block on its way to the result, once or twice."""
         leaving = self.blocks.at[n % 2, 0]
-        leaving[...] = piece
+        _put(leaving, piece)
 
         @pl.when(mirrored)
         def _() -> None:
-            self.mirror.T[...] = piece
+            _put(self.mirror.T, piece)
 
         plgpu.commit_smem()
         target = self._window(self.out_hbm, n, self.target)
@@ -114,3 +117,12 @@ class Epilogue:
             plgpu.copy_smem_to_gmem(self.mirror, twin, commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()
+
+
+def _put(ref: Any, value: Any) -> None:
+    """Writes without reading what was there, as assignments do; from JAX 0.12 on."""
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value)

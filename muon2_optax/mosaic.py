@@ -19,6 +19,13 @@ from muon2_optax.squares import Square, Squares
 from muon2_optax.stacks import varying_like
 from muon2_optax.tiles import Tiles, Work
 
+# Layouts that are spelled out are lowered in less time than such as JAX has to find.
+# But before JAX 0.12 they make each write read what was there.
+SEMANTICS = (
+    plgpu.LoweringSemantics.Lane
+    if hasattr(plgpu, "store")
+    else plgpu.LoweringSemantics.Warpgroup
+)
 # Registers of a thread that only copies, and of one that multiplies: what is left.
 FEEDS, MULTIPLIES = 40, 232
 
@@ -46,9 +53,7 @@ def launch(
         cluster_names=("part",),
         num_threads=MULTIPLY + 1,
         thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=SEMANTICS),
         **({} if how is None else {"interpret": how}),
     )
     # Its indices are of 32 bits, also where Python's integers would become 64.
