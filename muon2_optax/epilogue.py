@@ -13,7 +13,8 @@ from jax import lax
 # the widest swizzle.
 BLOCK = 64
 
-_load: Any = plgpu.load  # JAX 0.10, which has no use for the kernel, wants an index too
+# Not typed: JAX 0.10, where the kernel is not used, has another signature.
+_load: Any = plgpu.load
 
 
 @dataclasses.dataclass
@@ -120,7 +121,7 @@ class Epilogue:
 
 
 def _put(ref: Any, value: Any) -> None:
-    """Writes without reading what was there, as assignments do; from JAX 0.12 on."""
+    """``ref[...] = value``, which would also read what was there, with JAX 0.12."""
     store = getattr(plgpu, "store", None)
     if store is None:
         ref[...] = value

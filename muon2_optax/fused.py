@@ -51,7 +51,7 @@ def run(
     # fill a stack are not copied into it.
     order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape[-2] == m)
     ordered = [matrices[i] for i in order]
-    flat = stacks.members(ordered)
+    flat = stacks.as_parts(ordered)
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
     # As many for each lot: so lots that are alike share their programs.
@@ -67,7 +67,7 @@ def run(
         )
         return packing.read(outputs, members)
 
-    done = dict(zip(order, stacks.like(stacks.in_lots(lot, flat, most), ordered)))
+    done = dict(zip(order, stacks.all_like(stacks.in_lots(lot, flat, most), ordered)))
     return tuple(done[i] for i in range(len(matrices)))
 
 

@@ -19,8 +19,9 @@ from muon2_optax.squares import Square, Squares
 from muon2_optax.stacks import varying_like
 from muon2_optax.tiles import Tiles, Work
 
-# Layouts that are spelled out are lowered in less time than such as JAX has to find.
-# But before JAX 0.12 they make each write read what was there.
+# With lane semantics layouts are spelled out, and not sought when the kernel is
+# lowered. But there an assignment to shared memory also reads it, and JAX has another
+# way to write only from 0.12 on.
 SEMANTICS = (
     plgpu.LoweringSemantics.Lane
     if hasattr(plgpu, "store")

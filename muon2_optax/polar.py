@@ -90,9 +90,9 @@ def _run_stock(
     if lots <= 1:
         return _run_lot(matrices, plan, dtype)
     run = functools.partial(_run_lot, plan=plan, dtype=dtype)
-    flat, size = stacks.members(matrices), -(-count // lots)
+    flat, size = stacks.as_parts(matrices), -(-count // lots)
     done = stacks.in_lots(lambda _, members: run(members), flat, size)
-    return tuple(stacks.like(done, matrices))
+    return tuple(stacks.all_like(done, matrices))
 
 
 def _run_lot(
@@ -122,7 +122,7 @@ def _entering(
 
 @traced.each
 def _leaving(y: jax.Array, x: jax.Array, *, how: Normalization) -> jax.Array:
-    """Inverse of ``_entering`` for the leaf x, without the norm."""
+    """Inverse of ``_entering``, without the norm; of x only shape and dtype count."""
     return (adjoint(y) if _turned(x, how) else y).reshape(x.shape).astype(x.dtype)
 
 

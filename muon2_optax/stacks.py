@@ -33,14 +33,14 @@ def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 @traced.each
-def members(x: jax.Array) -> jax.Array:
-    """Matrices (..., m, n) as a part (count, m, n); of all, as parts."""
+def as_parts(x: jax.Array) -> jax.Array:
+    """Parts (count, m, n) of a list of matrices (..., m, n)."""
     return x.reshape(-1, *x.shape[-2:])
 
 
 @traced.each
-def like(y: jax.Array, x: jax.Array) -> jax.Array:
-    """Values in the shape and dtype of x."""
+def all_like(y: jax.Array, x: jax.Array) -> jax.Array:
+    """Values of a list, each in the shape and dtype of another list's."""
     return y.reshape(x.shape).astype(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Functions of one leaf that are traced and lowered once for all leaves of a shape.
+"""Functions of leaves that are traced and lowered once for all that are alike.
 
 A step has hundreds of leaves of few shapes, and JAX takes as long to trace and to
 lower them as XLA takes to compile what is left. Calls are inlined there, so that the
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# Leaves that are traced together: a call costs as much as a few of its operands.
+# Leaves in a call: of more, fewer models have a multiple, and fewer calls are the same.
 FEW = 8
 
 
@@ -32,9 +32,11 @@ def once(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
-    """``fn`` of one leaf, as a function of many: ``[fn(*row) for row in zip(*lists)]``.
+    """``fn`` of one leaf, as a function of lists of leaves, all of one length.
 
-    Those alike in a row are traced ``FEW`` at a time, and once for all so many.
+    What comes back is ``[fn(*row) for row in zip(*lists)]``, with keyword-only
+    parameters as for ``once``. Rows that follow each other with equal shapes and dtypes
+    are traced ``FEW`` in a call, and calls of equal rows once.
     """
     settings = _settings(fn)
     leaf = _shared(fn, settings)
@@ -42,13 +44,17 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
     def few(*rows: Sequence[jax.Array], **kwargs: Any) -> list[R]:
         return [leaf(*row, **kwargs) for row in rows]
 
+    few.__name__ = fn.__name__  # for profiles
     together = _shared(few, settings)
+
+    def kind(row: Sequence[jax.Array]) -> Any:
+        # Rows that are not traced stay out of calls, which would compile them.
+        return _traced(row), [(x.shape, x.dtype) for x in row]
 
     @functools.wraps(fn)
     def call(*lists: Iterable[jax.Array], **kwargs: Any) -> list[R]:
-        rows = list(zip(*lists, strict=True))
-        found = alike(rows, lambda r: [(x.shape, x.dtype) for x in r], lambda _: FEW)
-        return [y for group in found for y in together(*group, **kwargs)]
+        groups = alike(zip(*lists, strict=True), kind, lambda _: FEW)
+        return [y for group in groups for y in together(*group, **kwargs)]
 
     return call
 
@@ -75,11 +81,14 @@ def _shared(fn: Callable[P, R], settings: Sequence[str]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
-        run = shared if traced and _hashable(kwargs.values()) else fn
+        run = shared if _traced(args) and _hashable(kwargs.values()) else fn
         return run(*args, **kwargs)
 
     return call
+
+
+def _traced(args: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
 
 
 def _hashable(values: Iterable[Any]) -> bool:

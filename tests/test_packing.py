@@ -68,6 +68,13 @@ def test_what_is_done_to_a_group_is_lowered_once(kind, emulated):
     lowered = jax.jit(packing.read).lower(panels, members).as_text()
     assert lowered.count("stablehlo.transpose") == (2 if kind == "tall" else 1)
 
+    def write(factors, members):
+        return packing.written(members, factors, False, len(panels) + 1, HALF)
+
+    lowered = jax.jit(write).lower(jnp.ones(20), members).as_text()
+    # Two groups of ten wide ones; tall ones are turned together.
+    assert lowered.count("stablehlo.transpose") == 1
+
 
 def test_a_factor_whose_square_is_out_of_range(emulated):
     y = jnp.full((1, 64, 64), 1e-37, jnp.float32)

@@ -44,3 +44,17 @@ def test_lots_give_parts_back(counts, size):
         np.testing.assert_array_equal(twice, 2 * part if n else part)
     total = sum(counts)
     assert seen == [(k, min(size, total - k)) for k in range(0, total, size)]
+
+
+def test_matrices_become_parts_and_come_back():
+    shapes = [(2, 3), (4, 2, 3), (2, 2, 2, 3), (0, 2, 3), (3, 2)]
+    dtypes = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float32, jnp.bfloat16]
+    xs = [jnp.arange(np.prod(s), dtype=d).reshape(s) for s, d in zip(shapes, dtypes)]
+    parts = stacks.as_parts(xs)
+    assert [p.shape for p in parts] == [
+        (1, 2, 3), (4, 2, 3), (4, 2, 3), (0, 2, 3), (1, 3, 2)
+    ]  # fmt: skip
+    back = stacks.all_like([p.astype(jnp.float32) for p in parts], xs)
+    for x, y in zip(xs, back, strict=True):
+        assert y.dtype == x.dtype
+        np.testing.assert_array_equal(x, y)

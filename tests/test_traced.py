@@ -31,27 +31,42 @@ def test_once_per_shape_and_setting():
     np.testing.assert_array_equal(slope, 6)
 
 
-def test_each_leaf_alone_and_a_few_traced_together():
-    seen = []
+@traced.each
+def shifted(x, y, *, by):
+    return x + y + by, y
 
-    @traced.each
-    def shifted(x, y, *, by):
-        seen.append(x.shape)
-        return x + y + by, y
+
+def test_each_leaf_alone_and_a_few_in_a_call():
+    sizes = [3] * (2 * traced.FEW + 1) + [4] + [3] * traced.FEW
+    xs = [np.full(n, i, np.float32) for i, n in enumerate(sizes)]
+    ys = [x / 2 for x in xs]
 
     def step(xs, ys):
         return shifted(xs, ys, by=2.0)
 
-    sizes = [3] * (2 * traced.FEW + 1) + [4] + [3] * traced.FEW
-    xs = [np.full(n, i, np.float32) for i, n in enumerate(sizes)]
-    ys = [x / 2 for x in xs]
     for got in (jax.jit(step)(xs, ys), step(xs, ys)):
         want = [(1.5 * x + 2, y) for x, y in zip(xs, ys)]
         jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert sorted(seen[: -len(xs)]) == [(3,), (4,)]
+    calls = [e.params["jaxpr"] for e in jax.make_jaxpr(step)(xs, ys).eqns]
+    counts = [len(c.jaxpr.invars) // 2 for c in calls]
+    assert counts == [traced.FEW, traced.FEW, 1, 1, traced.FEW]
+    assert calls[0] is calls[1] is calls[-1]
     # Lists of two lengths are a mistake, not leaves left out.
     with pytest.raises(ValueError, match="shorter"):
         shifted(xs, ys[:-1], by=2.0)
+
+
+def test_leaves_beside_a_traced_one_are_not_compiled():
+    seen = []
+
+    @traced.each
+    def twice(x):
+        seen.append(isinstance(x, jax.core.Tracer))
+        return 2 * x
+
+    xs = [jnp.full(5, float(i)) for i in range(4)]
+    jax.jvp(lambda x: twice([xs[0], x, *xs[2:]])[1], (xs[1],), (xs[1],))
+    assert seen == [False, True, False, False]
 
 
 def test_nothing_is_compiled_for_a_new_setting_outside_of_jit():
