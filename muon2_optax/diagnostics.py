@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import coefficients, factored, moments, polar, spectra, trees
+from muon2_optax import coefficients, factored, moments, polar, spectra, stacks, trees
 from muon2_optax.coefficients import Plan
 from muon2_optax.rules import MatrixRules
 from muon2_optax.spectra import cosine_to_polar as cosine_to_polar
@@ -135,7 +135,7 @@ def _map_by_shape(
         groups.setdefault((x.shape[-2:], x.dtype.name), []).append(name)
     results = {}
     for names in groups.values():
-        flat = [inputs[name].reshape(-1, *inputs[name].shape[-2:]) for name in names]
+        flat = stacks.as_parts([inputs[name] for name in names])
         done = jax.lax.map(fn, jnp.concatenate(flat))
         end = 0
         for name, x in zip(names, flat):

@@ -17,6 +17,20 @@ BLOCK = 64
 _load: Any = plgpu.load
 
 
+def _assign(ref: Any, value: Any) -> None:
+    ref[...] = value
+
+
+_put: Any = getattr(plgpu, "store", _assign)  # from JAX 0.12 on
+# With lane semantics layouts are spelled out, and not sought when the kernel is
+# lowered. But an assignment to shared memory also reads it there.
+SEMANTICS = (
+    plgpu.LoweringSemantics.Warpgroup
+    if _put is _assign
+    else plgpu.LoweringSemantics.Lane
+)
+
+
 @dataclasses.dataclass
 class Epilogue:
     """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks.
@@ -118,12 +132,3 @@ class Epilogue:
             plgpu.copy_smem_to_gmem(self.mirror, twin, commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()
-
-
-def _put(ref: Any, value: Any) -> None:
-    """``ref[...] = value``, which would also read what was there, with JAX 0.12."""
-    store = getattr(plgpu, "store", None)
-    if store is None:
-        ref[...] = value
-    else:
-        store(ref, value)

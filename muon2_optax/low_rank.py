@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import dtypes, layout, moments, placement, trees
+from muon2_optax import dtypes, layout, moments, placement, stacks, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.iteration import adjoint, product
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
@@ -140,7 +140,7 @@ def _run(
     results: list[Any] = [None] * (3 * len(gs))
     for members in groups.values():
         b, q = (
-            jnp.concatenate([rows[i].reshape(-1, *rows[i].shape[-2:]) for i in members])
+            jnp.concatenate(stacks.as_parts([rows[i] for i in members]))
             for rows in (matrices, factors)
         )
         counts = [math.prod(matrices[i].shape[:-2]) for i in members]

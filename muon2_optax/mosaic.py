@@ -13,20 +13,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from muon2_optax.epilogue import BLOCK, Epilogue
+from muon2_optax.epilogue import BLOCK, SEMANTICS, Epilogue
 from muon2_optax.pipeline import MULTIPLY, SWIZZLED, Pipeline, buffers
 from muon2_optax.squares import Square, Squares
 from muon2_optax.stacks import varying_like
 from muon2_optax.tiles import Tiles, Work
 
-# With lane semantics layouts are spelled out, and not sought when the kernel is
-# lowered. But there an assignment to shared memory also reads it, and JAX has another
-# way to write only from 0.12 on.
-SEMANTICS = (
-    plgpu.LoweringSemantics.Lane
-    if hasattr(plgpu, "store")
-    else plgpu.LoweringSemantics.Warpgroup
-)
 # Registers of a thread that only copies, and of one that multiplies: what is left.
 FEEDS, MULTIPLIES = 40, 232
 

@@ -38,14 +38,13 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
     parameters as for ``once``. Rows that follow each other with equal shapes and dtypes
     are traced ``FEW`` in a call, and calls of equal rows once.
     """
-    settings = _settings(fn)
-    leaf = _shared(fn, settings)
+    leaf = once(fn)
 
     def few(*rows: Sequence[jax.Array], **kwargs: Any) -> list[R]:
         return [leaf(*row, **kwargs) for row in rows]
 
     few.__name__ = fn.__name__  # for profiles
-    together = _shared(few, settings)
+    together = _shared(few, _settings(fn))
 
     def kind(row: Sequence[jax.Array]) -> Any:
         # Rows that are not traced stay out of calls, which would compile them.
