@@ -6,6 +6,7 @@ tracing. They hold no arrays and no tree, so the same object serves ``init`` and
 """
 
 import dataclasses
+import functools
 import math
 import re
 import warnings
@@ -42,6 +43,21 @@ _NOT_MATRICES = tuple(
 
 
 @dataclasses.dataclass(frozen=True)
+class LeafRule:
+    """What one leaf is, known from its model or its neighbours rather than its name.
+
+    Attributes:
+      path: the leaf's path, ``"layers/0/kernel"``.
+      axes: the axes that form its matrices, or None for AdamW.
+      reason: a short phrase for ``MatrixRules.describe``: ``"module Linear"``.
+    """
+
+    path: str
+    axes: MatrixAxes | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class MatrixRules:
     """An ordered list of path patterns, first match wins.
 
@@ -58,6 +74,8 @@ class MatrixRules:
       strict: raise where a leaf of rank 3 or more has no rule.
       by_name: apply the defaults that go by name; if False, every rank-2 leaf without
         a rule is a matrix, embeddings and heads included.
+      leaves: what is known of single leaves, one ``LeafRule`` each. A pattern that
+        matches the leaf comes first, the defaults come after.
 
     >>> rules = MatrixRules(((r"attn/(q|k|v)/kernel", MatrixAxes(0, (1, 2))),
     ...                      (r"experts/", MatrixAxes(-2, -1))))
@@ -66,6 +84,7 @@ class MatrixRules:
     patterns: tuple[tuple[str, MatrixAxes | None], ...] = ()
     strict: bool = False
     by_name: bool = True
+    leaves: tuple[LeafRule, ...] = ()
 
     def __post_init__(self) -> None:
         pairs: list[tuple[str, MatrixAxes | None]] = []
@@ -197,6 +216,16 @@ class MatrixRules:
                     raise ValueError(
                         f"{path!r} of shape {tuple(shape)}, rule {pattern!r}: {err}"
                     ) from err
+        known = self._rule_of_path.get(path)
+        if known is not None:
+            if known.axes is None:
+                return None, known.reason
+            try:
+                return known.axes.resolve(tuple(shape)), known.reason
+            except ValueError as err:
+                raise ValueError(
+                    f"{path!r} of shape {tuple(shape)}, {known.reason}: {err}"
+                ) from err
         if len(shape) < 2:
             return None, f"rank {len(shape)}"
         if self.by_name:
@@ -212,6 +241,10 @@ class MatrixRules:
                 " matrices, or (pattern, None) for AdamW"
             )
         return None, _UNCOVERED
+
+    @functools.cached_property
+    def _rule_of_path(self) -> dict[str, LeafRule]:
+        return {leaf.path: leaf for leaf in self.leaves}
 
     def _check_patterns(self, names: Sequence[str]) -> None:
         for pattern, _ in self.patterns if names else ():
