@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import record
-from muon2_optax import coefficients, fused, hopper, polar, symmetric
+from muon2_optax.execution import on_device
+from muon2_optax.kernels import hopper, newton_schulz, symmetric
+from muon2_optax.schedules import coefficients
 
 STACKS = [(18, 2048, 5472), (24, 768, 3072), (48, 2048, 2048)]
 PRODUCTS = [(48, 2048, 2048), (18, 2048, 5504), (24, 768, 3072), (96, 768, 768)]
@@ -37,7 +39,7 @@ def einsum(x: jax.Array) -> jax.Array:
 
 def ours(x: jax.Array, kernels: bool | None) -> jax.Array:
     with hopper.kernels(kernels):
-        return polar.orthogonalize([x], PLAN)[0]
+        return on_device.orthogonalize([x], PLAN)[0]
 
 
 def exact(x: jax.Array) -> jax.Array:
@@ -101,7 +103,7 @@ def products(rounds: int, calls: int) -> list[dict[str, Any]]:
     for stack, m, k in PRODUCTS:
         x = jax.random.normal(jax.random.key(0), (stack, m, k), jnp.float16)
         c = jnp.matmul(x, jnp.swapaxes(x, -1, -2)) / k
-        tiles = fused.tiles_for(m)
+        tiles = newton_schulz.tiles_for(m)
 
         def kernel(x: jax.Array, c: jax.Array, addends: int, tiles: Any) -> jax.Array:
             pairs = [(0.5, c)] * addends

@@ -2,21 +2,6 @@
 
 from muon2_optax import diagnostics as diagnostics
 from muon2_optax.axes import MatrixAxes as MatrixAxes
-from muon2_optax.coefficients import AOL as AOL
-from muon2_optax.coefficients import SCHEDULES as SCHEDULES
-from muon2_optax.coefficients import Frobenius as Frobenius
-from muon2_optax.coefficients import Schedule as Schedule
-from muon2_optax.factored import factorized_second_moment as factorized_second_moment
-from muon2_optax.fitting import fit_coefficients as fit_coefficients
-from muon2_optax.fitting import (
-    polar_express_coefficients as polar_express_coefficients,
-)
-from muon2_optax.grids import in_blocks as in_blocks
-from muon2_optax.grids import periodically as periodically
-from muon2_optax.joint import orthogonalize_jointly as orthogonalize_jointly
-from muon2_optax.low_rank import (
-    scale_by_low_rank_orthonormal as scale_by_low_rank_orthonormal,
-)
 from muon2_optax.moments import scale_by_momentum as scale_by_momentum
 from muon2_optax.moments import scale_by_second_moment as scale_by_second_moment
 from muon2_optax.optimizers import REGISTRY as REGISTRY
@@ -28,20 +13,37 @@ from muon2_optax.optimizers import muon2_f as muon2_f
 from muon2_optax.optimizers import muon_bp as muon_bp
 from muon2_optax.optimizers import normuon as normuon
 from muon2_optax.optimizers import teon as teon
+from muon2_optax.optimizers.dion import (
+    scale_by_low_rank_orthonormal as scale_by_low_rank_orthonormal,
+)
+from muon2_optax.optimizers.muon2_f import (
+    factorized_second_moment as factorized_second_moment,
+)
+from muon2_optax.optimizers.muon_bp import in_blocks as in_blocks
+from muon2_optax.optimizers.muon_bp import periodically as periodically
+from muon2_optax.optimizers.teon import orthogonalize_jointly as orthogonalize_jointly
 from muon2_optax.orthogonalize import newton_schulz as newton_schulz
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize as newton_schulz_orthogonalize,
 )
-from muon2_optax.placement import Shardings as Shardings
-from muon2_optax.rescaling import keep_norm as keep_norm
-from muon2_optax.rescaling import (
+from muon2_optax.rules import MatrixRules as MatrixRules
+from muon2_optax.scaling import keep_norm as keep_norm
+from muon2_optax.scaling import (
     scale_by_neuron_second_moment as scale_by_neuron_second_moment,
 )
-from muon2_optax.rescaling import (
+from muon2_optax.scaling import (
     scale_by_output_second_moment as scale_by_output_second_moment,
 )
-from muon2_optax.rescaling import scale_to_rms as scale_to_rms
-from muon2_optax.rules import MatrixRules as MatrixRules
 from muon2_optax.scaling import scale_by_shape as scale_by_shape
+from muon2_optax.scaling import scale_to_rms as scale_to_rms
+from muon2_optax.schedules.coefficients import AOL as AOL
+from muon2_optax.schedules.coefficients import SCHEDULES as SCHEDULES
+from muon2_optax.schedules.coefficients import Frobenius as Frobenius
+from muon2_optax.schedules.coefficients import Schedule as Schedule
+from muon2_optax.schedules.fitting import fit_coefficients as fit_coefficients
+from muon2_optax.schedules.fitting import (
+    polar_express_coefficients as polar_express_coefficients,
+)
+from muon2_optax.sharding import Shardings as Shardings
 
 __version__ = "0.1.0"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax import dtypes
-from muon2_optax.coefficients import AOL, Plan
+from muon2_optax.schedules.coefficients import AOL, Plan
 
 # From this ratio of the sides on, iterating on the small Gram matrix takes fewer
 # operations than iterating on X: (10 K - 10 + 4 r) m^3 against K (4 r + 2) m^3.

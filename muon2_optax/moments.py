@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, placement, traced, trees
+from muon2_optax import dtypes, sharding, trees
+from muon2_optax.arrays import tracing
 
 
 class MomentumState(NamedTuple):
@@ -117,7 +118,7 @@ def scale_by_second_moment(
             count=jnp.zeros([], jnp.int32),
             mu=zeros_like(params, mu_dtype),
             nu=jax.tree.map(
-                lambda p: placement.zeros_like(p, second_dtype(p, nu_dtype)), params
+                lambda p: sharding.zeros_like(p, second_dtype(p, nu_dtype)), params
             ),
         )
 
@@ -139,7 +140,7 @@ def scale_by_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-@traced.once
+@tracing.once
 def _first(
     g: jax.Array, mu: jax.Array, *, b1: Any, nesterov: bool, dampening: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -148,7 +149,7 @@ def _first(
     return dtypes.narrow(numerator, g.dtype), dtypes.narrow(m, mu.dtype)
 
 
-@traced.once
+@tracing.once
 def _first_and_second(
     g: jax.Array,
     mu: jax.Array,
@@ -175,7 +176,7 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
     """Zeros like the parameters; dtype None, or a complex leaf: in its own dtype."""
 
     def leaf(p: Any) -> jax.Array:
-        return placement.zeros_like(p, None if jnp.iscomplexobj(p) else dtype)
+        return sharding.zeros_like(p, None if jnp.iscomplexobj(p) else dtype)
 
     return jax.tree.map(leaf, params)
 

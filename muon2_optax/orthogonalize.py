@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import coefficients, layout, trees
+from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
-from muon2_optax.placement import Shardings, checked
+from muon2_optax.execution import dispatch
 from muon2_optax.rules import MatrixRules
+from muon2_optax.schedules import coefficients
+from muon2_optax.sharding import Shardings, checked
 
 
 def newton_schulz(
@@ -48,7 +50,7 @@ def newton_schulz(
         raise ValueError(f"newton_schulz needs (..., m, n), got shape {x.shape}")
     plan = coefficients.resolve(ns_coeffs, ns_steps)
     axes = MatrixAxes(-2, -1).resolve(x.shape)
-    return layout.orthogonalize_leaves(["x"], [x], [axes], plan, ns_dtype, None)[0]
+    return dispatch.orthogonalize_leaves(["x"], [x], [axes], plan, ns_dtype, None)[0]
 
 
 def newton_schulz_orthogonalize(
@@ -94,7 +96,9 @@ def newton_schulz_orthogonalize(
         del params
         names, axes, leaves = required_matrices(rules, updates)
         done = iter(
-            layout.orthogonalize_leaves(names, leaves, axes, plan, ns_dtype, shardings)
+            dispatch.orthogonalize_leaves(
+                names, leaves, axes, plan, ns_dtype, shardings
+            )
         )
         return trees.map_leaves(lambda name, leaf: (next(done),), updates)[0]
 

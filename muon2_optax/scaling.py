@@ -1,13 +1,18 @@
-"""The transform that scales each update by a function of its matrix's shape."""
+"""What follows the orthogonalization: shape factors, statistics, norms.
 
-from typing import Any
+NorMuon and AdaMuon divide the orthogonalized update O by the root of a moving average
+of its own squares, then bring the result back to a chosen size.
+"""
+
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import trees
-from muon2_optax.axes import SHAPE_SCALES, shape_factors
+from muon2_optax import dtypes, moments, sharding, trees
+from muon2_optax.axes import SHAPE_SCALES, ResolvedAxes, shape_factors
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
@@ -53,3 +58,175 @@ def scale_by_shape(
         return trees.map_leaves(leaf, updates)[0]
 
     return optax.stateless(update_fn)
+
+
+class OutputSecondMomentState(NamedTuple):
+    """nu: average of the squared updates, per entry or per output."""
+
+    nu: optax.Updates
+
+
+def scale_by_output_second_moment(
+    b2: float = 0.95, eps: float = 1e-8, *, eps_root: float = 0.0, nu_dtype: Any = None
+) -> optax.GradientTransformation:
+    """Divides by the root of the average square of each entry (AdaMuon).
+
+    ``V = b2 V + (1 - b2) O * O; update = O / (sqrt(V + eps_root) + eps)``, uncorrected.
+
+    Args:
+      b2: decay rate.
+      eps: added to the root.
+      eps_root: added under the root.
+      nu_dtype: dtype in which V is stored; None: float32 or better.
+
+    Returns:
+      The transform, with state ``OutputSecondMomentState`` in the parameters' shapes.
+    """
+    nu_dtype = dtypes.canonical("nu_dtype", nu_dtype)
+
+    def init_fn(params: optax.Params) -> OutputSecondMomentState:
+        return OutputSecondMomentState(
+            jax.tree.map(
+                lambda p: sharding.zeros_like(p, moments.second_dtype(p, nu_dtype)),
+                params,
+            )
+        )
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
+        del params
+
+        def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            v = moments.average(nu, moments.square(o), b2)
+            update = _wide(o) / moments.divisor(jnp.sqrt(v + eps_root), eps)
+            return update.astype(o.dtype), v.astype(nu.dtype)
+
+        updates, nu = trees.map_leaves(leaf, updates, state.nu)
+        return updates, OutputSecondMomentState(nu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def scale_by_neuron_second_moment(
+    b2: float = 0.95,
+    eps: float = 1e-10,
+    *,
+    eps_root: float = 0.0,
+    rules: MatrixRules | None = None,
+) -> optax.GradientTransformation:
+    """Divides by the root of the average square of each output's weights (NorMuon).
+
+    As ``scale_by_output_second_moment``, with O * O replaced by its mean over the input
+    axes: one number per output neuron of each matrix.
+
+    Args:
+      b2, eps, eps_root: as there.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      The transform. Its state has the parameters' shapes without the input axes, in
+      float32 or better.
+
+    Raises:
+      ValueError: a leaf that is not a matrix under ``rules``.
+    """
+    rules = rules_or_default(rules)
+
+    def mean_square(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
+        return jnp.sum(moments.square(x) / axes.fan_in, axis=axes.ins)
+
+    def init_fn(params: optax.Params) -> OutputSecondMomentState:
+        def leaf(name: str, p: Any) -> jax.Array:
+            zeros = sharding.zeros_like(p, moments.second_dtype(p))
+            return mean_square(zeros, require_matrix(rules, name, p))
+
+        return OutputSecondMomentState(trees.map_named(leaf, params))
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
+        del params
+
+        def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            axes = require_matrix(rules, name, o)
+            v = moments.average(nu, mean_square(o, axes), b2)
+            root = jnp.expand_dims(jnp.sqrt(v + eps_root), axes.ins)
+            update = _wide(o) / moments.divisor(root, eps)
+            return update.astype(o.dtype), v.astype(nu.dtype)
+
+        updates, nu = trees.map_leaves(leaf, updates, state.nu)
+        return updates, OutputSecondMomentState(nu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def keep_norm(
+    inner: optax.GradientTransformation,
+    eps: float = 1e-10,
+    *,
+    rules: MatrixRules | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs ``inner``, then gives each matrix the Frobenius norm it had before.
+
+    Args:
+      inner: the transform to wrap; its state is the state.
+      eps: added to the norm that is divided by.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
+    """
+    rules = rules_or_default(rules)
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        changed, state = inner.update(updates, state, params, **extra)
+
+        def leaf(name: str, new: jax.Array, old: jax.Array) -> tuple[jax.Array, ...]:
+            axes = require_matrix(rules, name, new)
+            factor = _norm(old, axes) / _positive(_norm(new, axes) + eps)
+            return (factor * _wide(new)).astype(new.dtype), old
+
+        return trees.map_leaves(leaf, changed, updates)[0], state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def scale_to_rms(
+    rms: float = 0.2, eps: float = 1e-8, *, rules: MatrixRules | None = None
+) -> optax.GradientTransformation:
+    """Gives each matrix the root mean square ``rms``: 0.2, like an AdamW update's.
+
+    Args:
+      rms: the size wanted; a zero matrix stays zero.
+      eps: added to the Frobenius norm that is divided by.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    References:
+      Liu et al. 2025, "Muon is scalable for LLM training", for the 0.2.
+    """
+    rules = rules_or_default(rules)
+
+    def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
+        del params
+
+        def leaf(name: str, u: jax.Array) -> tuple[jax.Array]:
+            axes = require_matrix(rules, name, u)
+            roots = axes.per_output([math.sqrt(axes.fan_in * n) for n in axes.splits])
+            norm = _positive(_norm(u, axes) + eps)
+            return (
+                (rms * jnp.asarray(roots, norm.dtype) / norm * _wide(u)).astype(
+                    u.dtype
+                ),
+            )
+
+        return trees.map_leaves(leaf, updates)[0]
+
+    return optax.stateless(update_fn)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(dtypes.compute_dtype(x.dtype))
+
+
+def _norm(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    over = axes.ins + axes.outs
+    return jnp.sqrt(axes.by_block(axes.sums(moments.square(x), over)))
+
+
+def _positive(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, 1, x)

@@ -7,7 +7,8 @@ import pytest
 import reference
 from matrices import normal
 
-from muon2_optax import coefficients, hopper, symmetric
+from muon2_optax.kernels import hopper, symmetric
+from muon2_optax.schedules import coefficients
 
 PLAN = coefficients.resolve("keller", 3)
 

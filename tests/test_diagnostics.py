@@ -13,7 +13,7 @@ from reference import KELLER, scalar_newton_schulz
 
 import muon2_optax as m2
 from muon2_optax import diagnostics
-from muon2_optax.fitting import fit_coefficients
+from muon2_optax.schedules.fitting import fit_coefficients
 
 SIZES = {
     "a": (6, 4),

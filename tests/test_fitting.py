@@ -9,7 +9,7 @@ import pytest
 from reference import KELLER, scalar_newton_schulz
 
 import muon2_optax as m2
-from muon2_optax.fitting import fit_coefficients, polar_express_coefficients
+from muon2_optax.schedules.fitting import fit_coefficients, polar_express_coefficients
 
 # --- the fit ----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from matrices import normal32
 from reference import relative_error
 
 import muon2_optax as m2
-from muon2_optax import fused, hopper, symmetric
+from muon2_optax.kernels import hopper, newton_schulz, symmetric
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def test_symmetric_product(dtype, side, k, addends):
     x = jnp.asarray(normal32((3, side, k)), dtype)
     cs = [normal32((3, side, side), 1 + i) for i in range(addends)]
     pairs = [(0.5 + i, jnp.asarray(c + c.mT, dtype)) for i, c in enumerate(cs)]
-    tiles = fused.tiles_for(side)
+    tiles = newton_schulz.tiles_for(side)
     got = symmetric.product(x, x, *pairs, alpha=0.25, tiles=tiles)
     reference.assert_symmetric_product(got, x, pairs, 0.25, jnp.finfo(dtype).eps)
 
@@ -70,7 +70,7 @@ def test_symmetric_product_of_some_members(side, addends):
     x[3:] = np.nan
     half = jnp.asarray(x, jnp.float16)
     pairs = [(0.5 + i, half) for i in range(addends)]
-    tiles = fused.tiles_for(side)
+    tiles = newton_schulz.tiles_for(side)
     got = symmetric.product(half, half, *pairs, members=3, tiles=tiles)[:3]
     pairs = [(beta, c[:3]) for beta, c in pairs]
     eps = jnp.finfo(jnp.float16).eps
@@ -82,7 +82,7 @@ def test_symmetric_product_of_some_members(side, addends):
 def test_added(side, pieces):
     if not hopper.available():
         pytest.skip("the kernel is for Hopper GPUs")
-    tiles = symmetric.Tiles() if side == 256 else fused.SMALL
+    tiles = symmetric.Tiles() if side == 256 else newton_schulz.SMALL
     down, right = pieces or (1, 1)
     m, n = 4 * side * down, 704 * right
     p, x = normal32((5, m, m)) / m, normal32((5, m, n), 1)

@@ -13,13 +13,15 @@ from jax.sharding import PartitionSpec as P
 from kernels import PLAN, hopper_branch, needs_kernel  # noqa: F401
 
 import muon2_optax as m2
-from muon2_optax import coefficients, hopper, polar
+from muon2_optax.execution import on_device
+from muon2_optax.kernels import hopper
+from muon2_optax.schedules import coefficients
 
 
 def _lowered(on, shapes, **options):
     def fn(*xs):
         with hopper.kernels(on):
-            return polar.orthogonalize(xs, PLAN, **options)
+            return on_device.orthogonalize(xs, PLAN, **options)
 
     xs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     return jax.jit(fn).trace(*xs).lower(lowering_platforms=("cuda",)).as_text()
@@ -174,12 +176,14 @@ def test_stacks_are_filled_and_bounded(m, ratio, on_hopper):
 KERNELS = """
 import sys
 import jax, jax.numpy as jnp
-from muon2_optax import coefficients, hopper, polar
+from muon2_optax.schedules import coefficients
+from muon2_optax.kernels import hopper
+from muon2_optax.execution import on_device
 
 def all_widths(*xs):
     square, wide = xs[:40], xs[40:]
     plan = coefficients.resolve("keller", 3)
-    return [polar.orthogonalize(part, plan) for part in (square, wide)]
+    return [on_device.orthogonalize(part, plan) for part in (square, wide)]
 
 m, n = map(int, sys.argv[1:])
 shapes = [(m, m)] * 40 + [(m, n)] * 9 + [(n, m)] * 8

@@ -6,7 +6,7 @@ from reference import scalar_newton_schulz
 from scipy.optimize import linprog
 
 import muon2_optax as m2
-from muon2_optax.fitting import polar_express_coefficients
+from muon2_optax.schedules.fitting import polar_express_coefficients
 
 # arXiv:2505.16932, github.com/NoahAmsel/PolarExpress: before its safety factor.
 PAPER = (

@@ -13,7 +13,9 @@ from matrices import newton_schulz, normal, spectra
 from reference import KELLER, relative_error
 
 import muon2_optax as m2
-from muon2_optax import coefficients, iteration, polar
+from muon2_optax import iteration
+from muon2_optax.execution import on_device
+from muon2_optax.schedules import coefficients
 
 SHAPES = [
     (12, 12),
@@ -189,7 +191,7 @@ def test_the_normalization_may_hold_arrays():
 
     def total(eps):
         how = coefficients.Frobenius(eps=eps)
-        return jnp.sum(polar.normalize(x, how)[0] ** 2)
+        return jnp.sum(on_device.normalize(x, how)[0] ** 2)
 
     norm = float(jnp.linalg.norm(x))
     for eps in (np.asarray(0.5), jnp.float32(0.5)):
@@ -200,14 +202,16 @@ def test_the_normalization_may_hold_arrays():
 
 def test_lots_bound_the_memory_and_keep_the_values(monkeypatch):
     """Stacks, tall leaves and lone matrices, cut anywhere, against float64."""
-    monkeypatch.setattr(polar, "LOT", 3 * 16 * 32 * 4)  # three of thirteen at a time
+    monkeypatch.setattr(
+        on_device, "LOT", 3 * 16 * 32 * 4
+    )  # three of thirteen at a time
     shapes = [(5, 16, 32), (32, 16), (0, 16, 32), (2, 3, 16, 32), (16, 32), (0, 32, 16)]
     xs = [
         jnp.asarray(normal(shape, seed), jnp.float32)
         for seed, shape in enumerate(shapes)
     ]
     step = jax.jit(
-        lambda xs: polar.orthogonalize(xs, coefficients.resolve("keller", 3))
+        lambda xs: on_device.orthogonalize(xs, coefficients.resolve("keller", 3))
     )
     for x, got in zip(xs, step(xs), strict=True):
         assert got.shape == x.shape and got.dtype == x.dtype

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernels import emulated_products, equations, joints, stack  # noqa: F401
 
-from muon2_optax import packing
+from muon2_optax.kernels import packing
 
 HALF = jnp.dtype(jnp.float16)
 # Squares, wide and tall ones, alone and as arrays of several.

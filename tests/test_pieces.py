@@ -12,7 +12,7 @@ from kernels import PLAN, emulated_products, hopper_branch, stack  # noqa: F401
 from reference import relative_error
 
 import muon2_optax as m2
-from muon2_optax import fused, hopper
+from muon2_optax.kernels import hopper, newton_schulz
 
 
 def _divided(xs, mesh, spec, steps):
@@ -28,13 +28,13 @@ def _divided(xs, mesh, spec, steps):
 def on_pieces(emulated, monkeypatch):
     """Small matrices on fake devices take the kernels' way; counts how often."""
     taken = []
-    run_pieces = fused.run_pieces
+    run_pieces = newton_schulz.run_pieces
 
     def counted(values, *rest):
         taken.append(values.shape[:2])
         return run_pieces(values, *rest)
 
-    monkeypatch.setattr(fused, "run_pieces", counted)
+    monkeypatch.setattr(newton_schulz, "run_pieces", counted)
     monkeypatch.setattr(hopper, "chunk_size", lambda count, *_: count)
     return taken
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon2_optax import stacks
+from muon2_optax.arrays import stacks
 
 
 @pytest.mark.parametrize(

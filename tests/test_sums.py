@@ -1,6 +1,7 @@
 """Sums of squares along both axes in one pass: interpreted, and lowered for CUDA."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,15 @@ from matrices import normal32
 from meshes import AUTO, EXPLICIT, mesh_of, place
 
 import muon2_optax as m2
-from muon2_optax import factored, hopper, means
+from muon2_optax.execution import mean_squares
+from muon2_optax.kernels import hopper
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11"
 )
+
+# The package's attribute of this name is the optimizer.
+muon2_f = importlib.import_module("muon2_optax.optimizers.muon2_f")
 
 
 @pytest.fixture
@@ -23,11 +28,11 @@ def interpreted(monkeypatch):
     """The kernel where a program for CUDA has it, interpreted."""
     from jax.experimental.pallas import mosaic_gpu
 
-    from muon2_optax import sums
+    from muon2_optax.kernels import sum_squares
 
     how = mosaic_gpu.InterpretGPUParams()
-    kernel = functools.partial(sums.of_squares, interpret=how)
-    monkeypatch.setattr(sums, "of_squares", kernel)
+    kernel = functools.partial(sum_squares.of_squares, interpret=how)
+    monkeypatch.setattr(sum_squares, "of_squares", kernel)
     monkeypatch.setattr(hopper, "SUMS", 0)
     return kernel
 
@@ -74,8 +79,8 @@ def as_for_cuda(monkeypatch):
     with hopper.kernels(True):
         yield
     assert taken
-    means._of_squares.clear_cache()
-    means._partial_sums.clear_cache()
+    mean_squares._of_squares.clear_cache()
+    mean_squares._partial_sums.clear_cache()
 
 
 CASES = {
@@ -115,14 +120,14 @@ def test_leaves_alike_run_together(
     shape, axes, nesterov, interpreted, as_for_cuda, monkeypatch
 ):
     """In stacks of two and one; what one of them holds does not reach the others."""
-    monkeypatch.setattr(factored, "JOINED", 2)
-    stacked, sizes = factored._stacked, []
+    monkeypatch.setattr(muon2_f, "JOINED", 2)
+    stacked, sizes = muon2_f._stacked, []
 
     def counted(leaves, b2):
         sizes.append(len(leaves))
         return stacked(leaves, b2)
 
-    monkeypatch.setattr(factored, "_stacked", counted)
+    monkeypatch.setattr(muon2_f, "_stacked", counted)
     other = (*shape[:-2], 64, 32 * shape[-1])
     shapes = {f"w{i}": shape for i in range(5)} | {"w5": other, "w6": other}
     tx = _moments(axes, shapes, nesterov=nesterov)
@@ -187,13 +192,13 @@ def test_on_an_explicit_mesh_of_one_device(monkeypatch):
 )
 def test_on_a_mesh(spec, name, types, as_for_cuda, monkeypatch):
     """Each device sums its part, and the sums of all are added."""
-    from muon2_optax import sums
+    from muon2_optax.kernels import sum_squares
 
     def of_squares(x):
         square = jnp.square(x) / max(x.shape[1:])
         return jnp.sum(square, 2)[:, None], jnp.sum(square, 1)[:, None]
 
-    monkeypatch.setattr(sums, "of_squares", of_squares)
+    monkeypatch.setattr(sum_squares, "of_squares", of_squares)
     monkeypatch.setattr(hopper, "SUMS", 0)
     shape, axes = CASES[name]
     # Parts of 32 columns and of 8 rows are the smallest that the kernel takes.
@@ -218,13 +223,13 @@ def test_on_a_mesh(spec, name, types, as_for_cuda, monkeypatch):
 
 
 def test_the_kernel_has_the_derivative_of_the_plain_path(as_for_cuda, monkeypatch):
-    from muon2_optax import sums
+    from muon2_optax.kernels import sum_squares
 
     def without_derivative(x):
         kinds = [jax.ShapeDtypeStruct((len(x), 1, n), x.dtype) for n in x.shape[1:]]
         return jax.pure_callback(lambda x: [x[:, None, :, 0], x[:, :1]], kinds, x)
 
-    monkeypatch.setattr(sums, "of_squares", without_derivative)
+    monkeypatch.setattr(sum_squares, "of_squares", without_derivative)
     monkeypatch.setattr(hopper, "SUMS", 0)
     axes = m2.MatrixAxes(0, 1)
     tx = _moments(axes, b2=0.0)

@@ -11,8 +11,8 @@ import reference
 from kernels import needs_kernel, orthogonal, stack
 from reference import relative_error
 
-from muon2_optax import symmetric
-from muon2_optax.symmetric import Tiles
+from muon2_optax.kernels import symmetric
+from muon2_optax.kernels.symmetric import Tiles
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_added_to_panels(columns, interpret):
 
 ONE_KERNEL = """
 import jax, jax.numpy as jnp
-from muon2_optax import symmetric
+from muon2_optax.kernels import symmetric
 
 def products(x):
     y = symmetric.product(x, x)
@@ -226,10 +226,10 @@ def test_pieces_without_tiles_are_refused():
 @needs_kernel
 @pytest.mark.parametrize("count", range(1, 10))
 def test_the_triangle_has_every_element_once(count):
-    from muon2_optax import squares
+    from muon2_optax.kernels import tile_scheduler
 
     t = jnp.arange(count * (count + 1) // 2)
-    i, j = jax.vmap(lambda t: squares.triangle(t, count))(t)
+    i, j = jax.vmap(lambda t: tile_scheduler.triangle(t, count))(t)
     assert sorted(zip(i.tolist(), j.tolist())) == [
         (r, c) for r in range(count) for c in range(r + 1)
     ]

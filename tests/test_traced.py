@@ -8,13 +8,14 @@ import pytest
 from hlo import count_compilations
 
 import muon2_optax as m2
-from muon2_optax import moments, traced
+from muon2_optax import moments
+from muon2_optax.arrays import tracing
 
 
 def test_once_per_shape_and_setting():
     seen = []
 
-    @traced.once
+    @tracing.once
     def times(x, *, factor):
         seen.append((x.shape, factor))
         return factor * x
@@ -31,13 +32,13 @@ def test_once_per_shape_and_setting():
     np.testing.assert_array_equal(slope, 6)
 
 
-@traced.each
+@tracing.each
 def shifted(x, y, *, by):
     return x + y + by, y
 
 
 def test_each_leaf_alone_and_a_few_in_a_call():
-    sizes = [3] * (2 * traced.FEW + 1) + [4] + [3] * traced.FEW
+    sizes = [3] * (2 * tracing.FEW + 1) + [4] + [3] * tracing.FEW
     xs = [np.full(n, i, np.float32) for i, n in enumerate(sizes)]
     ys = [x / 2 for x in xs]
 
@@ -49,7 +50,7 @@ def test_each_leaf_alone_and_a_few_in_a_call():
         jax.tree.map(np.testing.assert_array_equal, got, want)
     calls = [e.params["jaxpr"] for e in jax.make_jaxpr(step)(xs, ys).eqns]
     counts = [len(c.jaxpr.invars) // 2 for c in calls]
-    assert counts == [traced.FEW, traced.FEW, 1, 1, traced.FEW]
+    assert counts == [tracing.FEW, tracing.FEW, 1, 1, tracing.FEW]
     assert calls[0] is calls[1] is calls[-1]
     # Lists of two lengths are a mistake, not leaves left out.
     with pytest.raises(ValueError, match="shorter"):
@@ -59,7 +60,7 @@ def test_each_leaf_alone_and_a_few_in_a_call():
 def test_leaves_beside_a_traced_one_are_not_compiled():
     seen = []
 
-    @traced.each
+    @tracing.each
     def twice(x):
         seen.append(isinstance(x, jax.core.Tracer))
         return 2 * x

@@ -5,9 +5,9 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_second_moment
-from muon2_optax.placement import Shardings
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
-from muon2_optax.states import settled
+from muon2_optax.sharding import Shardings
+from muon2_optax.state_sharding import settled
 
 
 def routed(

@@ -1,14 +1,187 @@
 """Dion: low-rank orthonormalized updates with error feedback."""
 
-from typing import Any
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from muon2_optax.low_rank import scale_by_low_rank_orthonormal
+from muon2_optax import dtypes, moments, sharding, trees
+from muon2_optax.arrays import stacks
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.execution import dispatch
+from muon2_optax.iteration import adjoint, product
 from muon2_optax.optimizers._routed import routed
-from muon2_optax.orthogonalize import rules_or_default
+from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+
+
+class LowRankState(NamedTuple):
+    """mu: momentum with error feedback; q: right factors (*batch, side, r)."""
+
+    mu: optax.Updates
+    q: optax.Updates
+
+
+def scale_by_low_rank_orthonormal(
+    b1: float = 0.95,
+    eps: float = 1e-8,
+    *,
+    rank_fraction: float = 1.0,
+    seed: int = 0,
+    mu_dtype: Any = None,
+    rules: MatrixRules | None = None,
+) -> optax.GradientTransformation:
+    """Replaces each matrix by an orthonormal one of rank r, from one power iteration.
+
+    With B the momentum, stored so that its right side is the smaller one::
+
+        B = M + G;  P = qr(B Q);  R = B^H P
+        M = B - (1 - b1) P R^H              what was not applied stays
+        Q = R / (column norms + eps);  update = P Q^H
+
+    A matrix whose momentum is exactly zero gives a zero update and keeps its Q.
+
+    Args:
+      b1: the paper's mu.
+      eps: added to the column norms of R.
+      rank_fraction: r = ceil(rank_fraction * smaller side).
+      seed: of the initial Q, standard normal, different for each path.
+      mu_dtype: dtype in which M is stored; None: the parameters'.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      The transform, with state ``LowRankState``; Q is float32 or better.
+
+    Raises:
+      ValueError: a leaf that is not a matrix, or whose rule splits the outputs.
+
+    References:
+      Ahn et al. 2025, "Dion", arXiv:2504.05295, algorithm 1.
+    """
+    mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
+    rank_fraction = float(dtypes.static_number("rank_fraction", rank_fraction))
+    seed = int(dtypes.static_number("seed", seed))
+    if not 0 < rank_fraction <= 1:
+        raise ValueError(f"rank_fraction must lie in (0, 1], got {rank_fraction}")
+    rules = rules_or_default(rules)
+
+    def matrix_axes(name: str, leaf: Any) -> ResolvedAxes:
+        axes = require_matrix(rules, name, leaf)
+        if len(axes.splits) > 1:
+            raise ValueError(
+                f"{name!r}: low-rank updates take whole matrices; remove out_splits"
+                " from its rule, or store the parts as leaves of their own"
+            )
+        return axes
+
+    def init_fn(params: optax.Params) -> LowRankState:
+        def leaf(name: str, p: Any) -> jax.Array:
+            axes = matrix_axes(name, p)
+            side = min(axes.fan_in, axes.splits[0])
+            rank = min(side, math.ceil(rank_fraction * side))
+            batch = [axes.shape[a] for a in axes.batch]
+            key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+            dtype = dtypes.compute_dtype(p.dtype)
+            q = jax.random.normal(key, (*batch, side, rank), dtype)
+            # Inside jax.shard_map an array that depends on no parameter is the same on
+            # all devices, and could not stand where updates differ.
+            none = sharding.zeros_like(p, dtype)
+            return q + jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
+
+        return LowRankState(
+            moments.zeros_like(params, mu_dtype), trees.map_named(leaf, params)
+        )
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
+        del params
+        axes: list[ResolvedAxes] = []
+        triples: list[tuple[jax.Array, ...]] = []
+
+        def collect(name: str, *triple: jax.Array) -> tuple[jax.Array, ...]:
+            axes.append(matrix_axes(name, triple[0]))
+            triples.append(triple)
+            return triple
+
+        trees.map_leaves(collect, updates, state.mu, state.q)
+        flat = [x for triple in triples for x in triple]
+
+        def run(*xs: jax.Array) -> list[jax.Array]:
+            return _run(axes, xs[0::3], xs[1::3], xs[2::3], b1, eps)
+
+        done = dispatch.automatic(run, flat)
+        results = iter(zip(done[0::3], done[1::3], done[2::3]))
+        updates, mu, q = trees.map_leaves(
+            lambda name, *triple: next(results), updates, state.mu, state.q
+        )
+        return updates, LowRankState(mu, q)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _run(
+    axes: Sequence[ResolvedAxes],
+    gs: Sequence[jax.Array],
+    mus: Sequence[jax.Array],
+    qs: Sequence[jax.Array],
+    b1: Any,
+    eps: Any,
+) -> list[jax.Array]:
+    """All leaves, those of equal shapes as one batch: update, momentum, Q of each."""
+    groups: dict[Any, list[int]] = {}
+    matrices, factors = [], []
+    for i, (a, g, mu, q) in enumerate(zip(axes, gs, mus, qs)):
+        wide = dtypes.compute_dtype(g.dtype)
+        matrices.append(a.to_blocks(mu.astype(wide) + g.astype(wide))[0])
+        factors.append(q.astype(wide))
+        key = (matrices[i].shape[-2:], q.shape[-2:], wide)
+        groups.setdefault(key, []).append(i)
+    results: list[Any] = [None] * (3 * len(gs))
+    for members in groups.values():
+        b, q = (
+            jnp.concatenate(stacks.as_parts([rows[i] for i in members]))
+            for rows in (matrices, factors)
+        )
+        counts = [math.prod(matrices[i].shape[:-2]) for i in members]
+        parts = [
+            jnp.split(x, np.cumsum(counts)[:-1])
+            for x in _power_iteration(b, q, b1, eps)
+        ]
+        for i, update, rest, new_q in zip(members, *parts):
+            shape, a = matrices[i].shape, axes[i]
+            update, rest = (a.from_blocks([x.reshape(shape)]) for x in (update, rest))
+            results[3 * i] = dtypes.narrow(update, gs[i].dtype)
+            results[3 * i + 1] = dtypes.narrow(rest, mus[i].dtype)
+            results[3 * i + 2] = new_q.reshape(qs[i].shape).astype(qs[i].dtype)
+    return results
+
+
+def _power_iteration(
+    b: jax.Array, q: jax.Array, b1: Any, eps: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One step on B (*batch, fan_in, fan_out), with Q on either side of it."""
+    on_outputs = b.shape[-1] == q.shape[-2] and b.shape[-2] != q.shape[-2]
+    a = b if on_outputs else adjoint(b)
+    # Taken out and put back, so that no norm overflows.
+    largest = jnp.max(jnp.abs(a), axis=(-2, -1), keepdims=True, initial=0.0)
+    largest = jnp.where(largest == 0, 1, largest)
+    a = a / largest
+    p = jnp.linalg.qr(product(a, q))[0]
+    r = product(adjoint(a), p)
+    empty = jnp.all(a == 0, axis=(-2, -1), keepdims=True)
+    p, r = jnp.where(empty, 0, p), jnp.where(empty, q, r)
+    rest = largest * (a - (1 - b1) * product(p, adjoint(r)))
+    columns = jnp.linalg.norm(r, axis=-2, keepdims=True) + eps / largest
+    new_q = jnp.where(empty, q, r / jnp.where(columns == 0, 1, columns))
+    update = product(p, adjoint(new_q))
+    if not on_outputs:
+        update, rest = adjoint(update), adjoint(rest)
+    return update, rest, new_q
 
 
 def dion(

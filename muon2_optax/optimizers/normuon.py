@@ -10,10 +10,9 @@ from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     rules_or_default,
 )
-from muon2_optax.placement import Shardings
-from muon2_optax.rescaling import keep_norm, scale_by_neuron_second_moment
 from muon2_optax.rules import MatrixRules
-from muon2_optax.scaling import scale_by_shape
+from muon2_optax.scaling import keep_norm, scale_by_neuron_second_moment, scale_by_shape
+from muon2_optax.sharding import Shardings
 
 
 def normuon(

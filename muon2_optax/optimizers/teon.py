@@ -1,15 +1,135 @@
 """TEON: layers of one kind orthogonalized together."""
 
+import operator
+import re
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from muon2_optax.joint import ATTENTION_INPUTS, orthogonalize_jointly
+from muon2_optax import dtypes, trees
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.execution import dispatch
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import routed
-from muon2_optax.orthogonalize import rules_or_default
+from muon2_optax.orthogonalize import required_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.schedules import coefficients
+
+# Query, key and value projections under the names that model codes give them.
+ATTENTION_INPUTS = r"(^|/)(q|k|v|wq|wk|wv|query|key|value|[qkv]_proj)(/|$)"
+
+
+def orthogonalize_jointly(
+    joint: str = ATTENTION_INPUTS,
+    group_size: int = 2,
+    ns_steps: int = 5,
+    ns_coeffs: Any = "polar_express",
+    *,
+    ns_dtype: Any = None,
+    rules: MatrixRules | None = None,
+) -> optax.GradientTransformation:
+    """As ``newton_schulz_orthogonalize``, with layers of one kind in groups.
+
+    Leaves are of one kind where their paths differ in numbers only and their matrices
+    have one shape; they are taken in the order of those numbers, a stacked leaf in the
+    order of its batch axes. ``group_size`` successive m x n matrices become one of
+    (group_size m) x n: concatenated along the inputs, so that they share their output
+    space (the mode-1 unfolding of the tensor of (out, in) weights). What is left over
+    at the end is orthogonalized alone.
+
+    Args:
+      joint: regular expression, searched in the paths, of the leaves to join.
+      group_size: matrices in a group.
+      ns_steps, ns_coeffs, ns_dtype, rules: as in ``newton_schulz_orthogonalize``.
+
+    References:
+      Zhang et al. 2026, "TEON", arXiv:2601.23261.
+    """
+    rules = rules_or_default(rules)
+    plan = coefficients.resolve(ns_coeffs, ns_steps)
+    group_size = operator.index(dtypes.static_number("group_size", group_size))
+    if group_size < 1:
+        raise ValueError(f"group_size must be 1 or more, got {group_size}")
+    try:
+        re.compile(joint)
+    except (re.error, TypeError) as err:
+        raise ValueError(f"joint={joint!r} is no regular expression: {err}") from err
+
+    def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
+        del params
+        names, axes, leaves = required_matrices(rules, updates)
+        kinds = _kinds(names, axes, leaves, joint)
+
+        def run(*xs: jax.Array) -> list[jax.Array]:
+            blocks = [a.to_blocks(x) for a, x in zip(axes, xs)]
+            pool: list[jax.Array] = []
+            for members, joined in kinds:
+                pool += _pooled(
+                    [blocks[i] for i in members], group_size if joined else 1
+                )
+            done = iter(dispatch.by_shape(pool, plan, ns_dtype))
+            for members, joined in kinds:
+                results = _unpooled(
+                    done, [blocks[i] for i in members], group_size if joined else 1
+                )
+                for i, result in zip(members, results):
+                    blocks[i] = result
+            return [a.from_blocks(b) for a, b in zip(axes, blocks)]
+
+        done = iter(dispatch.automatic(run, leaves))
+        return trees.map_leaves(lambda name, leaf: (next(done),), updates)[0]
+
+    return optax.stateless(update_fn)
+
+
+def _kinds(
+    names: list[str], axes: list[ResolvedAxes], leaves: list[jax.Array], joint: str
+) -> list[tuple[list[int], bool]]:
+    """The leaves of each kind in the order of layers, and whether they are joined."""
+    kinds: dict[Any, list[int]] = {}
+    for i, (name, a, x) in enumerate(zip(names, axes, leaves)):
+        kind = (re.sub(r"\d+", "#", name), a.fan_in, a.splits, str(x.dtype))
+        kinds.setdefault(kind if re.search(joint, name) else i, []).append(i)
+
+    def layer(i: int) -> list[int]:
+        return [int(n) for n in re.findall(r"\d+", names[i])]
+
+    return [(sorted(m, key=layer), not isinstance(k, int)) for k, m in kinds.items()]
+
+
+def _pooled(kind: list[list[jax.Array]], size: int) -> list[jax.Array]:
+    """All matrices of one kind, in groups of ``size`` and, last, what is left over."""
+    if size == 1:
+        return [block for leaf in kind for block in leaf]
+    pool = []
+    for parts in zip(*kind):  # one block of every leaf at a time
+        m, n = parts[0].shape[-2:]
+        stack = jnp.concatenate([p.reshape(-1, m, n) for p in parts])
+        full = len(stack) // size * size
+        pool += [stack[:full].reshape(-1, size * m, n), stack[full:]]
+    return pool
+
+
+def _unpooled(
+    done: Iterator[jax.Array], kind: list[list[jax.Array]], size: int
+) -> list[list[jax.Array]]:
+    """Takes from ``done`` what ``_pooled`` gave for one kind, in the leaves' shapes."""
+    if size == 1:
+        return [[next(done) for _ in leaf] for leaf in kind]
+    columns = []
+    for parts in zip(*kind):
+        m, n = parts[0].shape[-2:]
+        joined, alone = next(done), next(done)
+        stack = jnp.concatenate([joined.reshape(-1, m, n), alone])
+        counts = [p.size // (m * n) for p in parts]
+        pieces = jnp.split(stack, np.cumsum(counts)[:-1])
+        columns.append([x.reshape(p.shape) for x, p in zip(pieces, parts)])
+    return [list(leaf) for leaf in zip(*columns)]
 
 
 def teon(

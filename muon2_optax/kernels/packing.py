@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import traced
-from muon2_optax.stacks import rows_major
-from muon2_optax.symmetric import panels
+from muon2_optax.arrays import tracing
+from muon2_optax.arrays.stacks import rows_major
+from muon2_optax.kernels.symmetric import panels
 
 # Leaves in a group: of 11 and more, XLA for GPUs writes one element per thread, at a
 # third of the bandwidth.
@@ -107,14 +107,14 @@ def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
         few = max(1, min(TOGETHER, ENTRIES // math.prod(shape)))
         return turned if _tall(shape) else few
 
-    found = traced.alike(members, lambda y: (y.shape, y.dtype), most)
+    found = tracing.alike(members, lambda y: (y.shape, y.dtype), most)
     counts = [sum(map(len, some)) for some in found]
     before = [jnp.int32(k) for k in itertools.accumulate(counts[:-1], initial=0)]
     starts = jax.lax.optimization_barrier(before)
     return [Group(some, start) for some, start in zip(found, starts)]
 
 
-@traced.once
+@tracing.once
 def _ready(
     factors: jax.Array, *members: jax.Array, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
@@ -127,7 +127,7 @@ def _ready(
     return _divided(rows.reshape(-1, *members[0].shape[1:]))
 
 
-@traced.once
+@tracing.once
 def _times(
     y: jax.Array, factors: jax.Array, *, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
@@ -167,7 +167,7 @@ def _divided(y: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y.reshape(-1, m, m).mT)
 
 
-@traced.once
+@tracing.once
 def _members(rows: jax.Array, *, count: int, shape: tuple[int, ...]) -> list[jax.Array]:
     """A group's members, ``count`` of one shape, from the rows of its panels."""
     whole = _whole(rows, shape[1:])

@@ -12,8 +12,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from muon2_optax.squares import Square
-from muon2_optax.tiles import Tiles, Work
+from muon2_optax.kernels.tile_scheduler import Square
+from muon2_optax.kernels.tiles import Tiles, Work
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Warpgroups that multiply; one more feeds them.

@@ -12,24 +12,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import coefficients, factored, moments, polar, spectra, stacks, trees
-from muon2_optax.coefficients import Plan
+from muon2_optax import moments, trees
+from muon2_optax.arrays import stacks
+from muon2_optax.diagnostics import spectra
+from muon2_optax.diagnostics.spectra import (
+    cosine_to_polar,
+    singular_values,
+)
+from muon2_optax.diagnostics.zones import (
+    ZoneFractions,
+    convergence_zones,
+    zone_fractions,
+)
+from muon2_optax.execution import on_device
+from muon2_optax.optimizers.muon2_f import FactorizedSecondMomentState, root_of_outer
 from muon2_optax.rules import MatrixRules
-from muon2_optax.spectra import cosine_to_polar as cosine_to_polar
-from muon2_optax.spectra import effective_rank as effective_rank
-from muon2_optax.spectra import orthogonality_error as orthogonality_error
-from muon2_optax.spectra import singular_values as singular_values
-from muon2_optax.spectra import stable_rank as stable_rank
-from muon2_optax.zones import ZoneFractions as ZoneFractions
-from muon2_optax.zones import Zones as Zones
-from muon2_optax.zones import convergence_zones as convergence_zones
-from muon2_optax.zones import scalar_map as scalar_map
-from muon2_optax.zones import zone_fractions as zone_fractions
+from muon2_optax.schedules import coefficients
+from muon2_optax.schedules.coefficients import Plan
 
 _MOMENTS = (
     moments.MomentumState,
     moments.SecondMomentState,
-    factored.FactorizedSecondMomentState,
+    FactorizedSecondMomentState,
 )
 
 
@@ -112,8 +116,10 @@ def orthogonalization_report(
 
     def report(x: jax.Array) -> MatrixReport:
         # Without steps: the normalization alone.
-        entering = polar.orthogonalize([x], Plan(plan.normalization, ()), x.dtype)[0]
-        output = polar.orthogonalize([x], plan, ns_dtype)[0]
+        entering = on_device.orthogonalize([x], Plan(plan.normalization, ()), x.dtype)[
+            0
+        ]
+        output = on_device.orthogonalize([x], plan, ns_dtype)[0]
         s = singular_values(entering)
         return MatrixReport(
             singular_values=s,
@@ -162,7 +168,7 @@ def _inputs(state: Any, rules: MatrixRules, eps: Any) -> list[tuple[str, jax.Arr
         if len(second) == 1:
             m = m / moments.divisor(jnp.sqrt(second[0]), eps)
         elif second:
-            root = factored.root_of_outer(second[0], second[1], axes)
+            root = root_of_outer(second[0], second[1], axes)
             m = m / moments.divisor(root, eps)
         several = len(axes.splits) > 1
         for i, block in enumerate(axes.to_blocks(m)):

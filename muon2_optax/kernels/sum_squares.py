@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from muon2_optax.stacks import varying_like
+from muon2_optax.arrays.stacks import varying_like
 
 # A thread block's tile, and how many of them below each other it takes.
 ROWS, COLUMNS, STEPS = 64, 64, 4

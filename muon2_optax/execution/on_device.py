@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes, fused, hopper, stacks, traced
-from muon2_optax.coefficients import AOL, Normalization, Plan
+from muon2_optax import dtypes
+from muon2_optax.arrays import stacks, tracing
 from muon2_optax.iteration import adjoint, iterate, runs
+from muon2_optax.kernels import hopper, newton_schulz
+from muon2_optax.schedules.coefficients import AOL, Normalization, Plan
 
 # Bytes of matrices, in the dtype of the iteration, that run at once, to bound the
 # memory of a step. Smaller lots would make larger programs.
@@ -75,7 +77,7 @@ def run_batch(
         return stock(*matrices)
     steps = runs(plan, m, n, dtype)
     fast = hopper.differentiable(
-        lambda *xs: fused.run(xs, plan, steps, size, dtype), stock
+        lambda *xs: newton_schulz.run(xs, plan, steps, size, dtype), stock
     )
     return fast(*matrices)
 
@@ -109,7 +111,7 @@ def _run_lot(
     return tuple(_leaving(parts, matrices, how=how))
 
 
-@traced.each
+@tracing.each
 def _entering(
     x: jax.Array, *, how: Normalization, dtype: jnp.dtype, flat: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -120,7 +122,7 @@ def _entering(
     return adjoint(x) if turned else x, floor
 
 
-@traced.each
+@tracing.each
 def _leaving(y: jax.Array, x: jax.Array, *, how: Normalization) -> jax.Array:
     """Inverse of ``_entering``, without the norm; of x only shape and dtype count."""
     return (adjoint(y) if _turned(x, how) else y).reshape(x.shape).astype(x.dtype)

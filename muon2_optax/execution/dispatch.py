@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from muon2_optax import exchange, hopper, parcels, polar
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.coefficients import AOL, Plan
-from muon2_optax.placement import Shardings, on_one_device, placement
+from muon2_optax.execution import on_device, on_mesh, transport
+from muon2_optax.kernels import hopper
+from muon2_optax.schedules.coefficients import AOL, Plan
+from muon2_optax.sharding import Shardings, on_one_device, placement
 
 
 def orthogonalize_leaves(
@@ -24,7 +25,7 @@ def orthogonalize_leaves(
 ) -> list[jax.Array]:
     """Orthogonalizes every matrix of every leaf; shapes, dtypes and shardings stay.
 
-    Leaves on a mesh run there, those stored alike together (``exchange``); the others
+    Leaves on a mesh run there, those stored alike together (``on_mesh``); the others
     run in place, those of equal matrix shape together.
     """
     places = [placement(n, x, shardings) for n, x in zip(names, leaves)]
@@ -33,7 +34,7 @@ def orthogonalize_leaves(
     kinds: list[Hashable] = [
         None
         if p is None
-        else (parcels.stored(a, p, turn_squares)[0], p.mesh, any(p.dims), x.dtype)
+        else (transport.stored(a, p, turn_squares)[0], p.mesh, any(p.dims), x.dtype)
         for a, p, x in zip(axes, places, leaves)
     ]
     results: list[Any] = [None] * len(leaves)
@@ -50,7 +51,7 @@ def orthogonalize_leaves(
         return automatic(functools.partial(in_place, members), xs)
 
     def exchanged(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
-        return exchange.orthogonalize(
+        return on_mesh.orthogonalize(
             xs,
             [axes[i] for i in members],
             [p for i in members if (p := places[i]) is not None],
@@ -86,7 +87,7 @@ def by_shape(
     results: list[Any] = [None] * len(matrices)
     for members in groups.values():
         batch = [matrices[i] for i in members]
-        for i, y in zip(members, polar.orthogonalize(batch, plan, ns_dtype)):
+        for i, y in zip(members, on_device.orthogonalize(batch, plan, ns_dtype)):
             results[i] = y
     return results
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muon2_optax.arrays.stacks import TOGETHER, joined, rows_major, take, totals
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.placement import Axes, Placement
-from muon2_optax.stacks import TOGETHER, joined, rows_major, take, totals
+from muon2_optax.sharding import Axes, Placement
 
 Side = tuple[tuple[int, Axes], ...]
 # 16-bit numbers after which values begin anew, where that is a small part of the whole:

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon2_optax.tiles import Tiles as Tiles
-from muon2_optax.tiles import Work
+from muon2_optax.kernels.tiles import Tiles as Tiles
+from muon2_optax.kernels.tiles import Work
 
 # Addends of the kernel for products of square matrices.
 ADDENDS = 2
@@ -147,7 +147,7 @@ def _call(
 ) -> jax.Array:
     # Only here: importing Pallas takes a second, and fails where it is not built in.
     # Not while the kernel is traced: JAX would forget then that it was.
-    from muon2_optax import mosaic
+    from muon2_optax.kernels import mosaic
 
     return mosaic.launch(
         factors, jnp.asarray(work, jnp.int32), *operands,

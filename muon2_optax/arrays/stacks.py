@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
-from muon2_optax import traced
+from muon2_optax.arrays import tracing
 
 # Arrays that are joined before anything is done to them: from 11 on, XLA for GPUs
 # writes one element per thread, at a third of the bandwidth, and takes long to compile
@@ -32,13 +32,13 @@ def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
     return [jnp.concatenate(parts[i : i + size]) for i in range(0, len(parts), size)]
 
 
-@traced.each
+@tracing.each
 def as_parts(x: jax.Array) -> jax.Array:
     """Parts (count, m, n) of a list of matrices (..., m, n)."""
     return x.reshape(-1, *x.shape[-2:])
 
 
-@traced.each
+@tracing.each
 def all_like(y: jax.Array, x: jax.Array) -> jax.Array:
     """Values of a list, each in the shape and dtype of another list's."""
     return y.reshape(x.shape).astype(x.dtype)
@@ -89,7 +89,7 @@ def totals(parts: Sequence[jax.Array]) -> jax.Array:
     programs serve many.
     """
     sums = []
-    for few in traced.alike(parts, lambda p: p.shape[1], lambda _: TOGETHER):
+    for few in tracing.alike(parts, lambda p: p.shape[1], lambda _: TOGETHER):
         sums.append(jnp.sum(jnp.concatenate(few), axis=1))
     return jnp.concatenate(sums)
 

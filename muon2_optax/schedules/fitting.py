@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from muon2_optax.coefficients import SCHEDULES, Triple
-from muon2_optax.minimax import polar_express_coefficients as polar_express_coefficients
+from muon2_optax.schedules.coefficients import SCHEDULES, Triple
+from muon2_optax.schedules.minimax import (
+    polar_express_coefficients as polar_express_coefficients,
+)
 
 # Fitted steps are safe up to here: rounding takes singular values above 1.
 _TOP = 1.02
@@ -51,7 +53,7 @@ def fit_coefficients(
     Args:
       spectrum: singular values, divided by the matrix's Frobenius norm: (n,) for one
         matrix, (..., n) for several, or a list of such arrays of different n, as
-        ``diagnostics.orthogonalization_report`` gives. Each matrix counts the same.
+        ``report.orthogonalization_report`` gives. Each matrix counts the same.
         Values under 1e-7 of its largest are missing rank and do not count.
       steps: number of triples K.
       weights: how often each value occurs, in the shape of ``spectrum``.

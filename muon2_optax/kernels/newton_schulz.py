@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import packing, stacks, symmetric, traced
-from muon2_optax.coefficients import Frobenius, Plan
+from muon2_optax.arrays import stacks, tracing
+from muon2_optax.kernels import packing, symmetric
+from muon2_optax.schedules.coefficients import Frobenius, Plan
 
 # The kernel's operand A B^T counts in columns of this many elements.
 COLUMNS = 64
@@ -115,7 +116,7 @@ def _factors(parts: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.Ar
         return jnp.sqrt(abs(scale) / norm).astype(wide)
 
 
-@traced.each
+@tracing.each
 def _row_squares(x: jax.Array) -> jax.Array:
     """Sums of the squares of rows, (count, m) of (count, m, n); float64 with x64."""
     return jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1)

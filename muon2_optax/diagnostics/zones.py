@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import coefficients, dtypes
+from muon2_optax import dtypes
+from muon2_optax.schedules import coefficients
 
 
 class Zones(NamedTuple):

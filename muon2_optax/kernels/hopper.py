@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from muon2_optax import fused, symmetric
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.coefficients import Frobenius, Plan
-from muon2_optax.placement import Placement
-from muon2_optax.tiles import Tiles
+from muon2_optax.kernels import newton_schulz, symmetric
+from muon2_optax.kernels.tiles import Tiles
+from muon2_optax.schedules.coefficients import Frobenius, Plan
+from muon2_optax.sharding import Placement
 
 # Bytes of a stack's 16-bit panels and of the four Gram matrices and products beside
 # each: what bounds the memory of a step.
@@ -108,7 +108,7 @@ def differentiable(
 
 def chunk_size(
     count: int, shape: tuple[int, int], plan: Plan, dtype: jnp.dtype
-) -> fused.Stack | None:
+) -> newton_schulz.Stack | None:
     """How large stacks of matrices (m, n), m <= n, are; None where stock XLA serves.
 
     The kernel pays where its tiles fill the multiprocessors: m a multiple of 128 from
@@ -124,7 +124,7 @@ def chunk_size(
     if not (plan.static and isinstance(plan.normalization, Frobenius) and plan.rows):
         return None
     known = all(isinstance(v, float) for row in plan.rows for v in row)
-    if not known or not 1 / LARGEST < abs(fused.gain(plan.rows)) < LARGEST:
+    if not known or not 1 / LARGEST < abs(newton_schulz.gain(plan.rows)) < LARGEST:
         return None
     if any(row[0] == 0 for row in plan.rows):
         return None
@@ -144,12 +144,12 @@ def cost(members: int, m: int) -> float:
     The last round may leave multiprocessors without a square, and starting a kernel
     costs about a third of a round.
     """
-    tiles = fused.tiles_for(m)
+    tiles = newton_schulz.tiles_for(m)
     at_once = symmetric.clusters(tiles)
     return (-(-members * tiles.squares(m) // at_once) + 1 / 3) / members
 
 
-def stack_size(count: int, m: int, n: int, room: int) -> fused.Stack:
+def stack_size(count: int, m: int, n: int, room: int) -> newton_schulz.Stack:
     """Of ``count`` matrices (m, n), with ``room`` for so many (m, m); or one matrix.
 
     With four Gram matrices and products of them for each. As many Gram matrices as
@@ -170,9 +170,9 @@ def stack_size(count: int, m: int, n: int, room: int) -> fused.Stack:
         return filled and cost(members, m) <= 1.05 * cost(apart, m)
 
     if few >= min(size // each, JOINED) and pays(3) and pays(each):
-        return fused.Stack(size, size)
+        return newton_schulz.Stack(size, size)
     members = min(few, apart)
-    return fused.Stack(members * each, members)
+    return newton_schulz.Stack(members * each, members)
 
 
 def takes_sums(g: Any, axes: ResolvedAxes, place: Placement | None) -> bool:
@@ -204,6 +204,10 @@ def takes_pieces(
     which travels back.
     """
     (m, n), (down, right) = piece, grid
-    if m * down > n * right or m % fused.SMALL.side or -n % fused.COLUMNS > n / 32:
+    if (
+        m * down > n * right
+        or m % newton_schulz.SMALL.side
+        or -n % newton_schulz.COLUMNS > n / 32
+    ):
         return False
     return chunk_size(count, (m * down, n * right), plan, dtype) is not None

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from muon2_optax.coefficients import Frobenius, Schedule
+from muon2_optax.schedules.coefficients import Frobenius, Schedule
 
 # From this lower / upper on, the minimax polynomial is its limit but for rounding
 # (github.com/NoahAmsel/PolarExpress).

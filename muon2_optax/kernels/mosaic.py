@@ -13,11 +13,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from muon2_optax.epilogue import BLOCK, SEMANTICS, Epilogue
-from muon2_optax.pipeline import MULTIPLY, SWIZZLED, Pipeline, buffers
-from muon2_optax.squares import Square, Squares
-from muon2_optax.stacks import varying_like
-from muon2_optax.tiles import Tiles, Work
+from muon2_optax.arrays.stacks import varying_like
+from muon2_optax.kernels.epilogue import BLOCK, SEMANTICS, Epilogue
+from muon2_optax.kernels.pipeline import MULTIPLY, SWIZZLED, Pipeline, buffers
+from muon2_optax.kernels.tile_scheduler import Square, Squares
+from muon2_optax.kernels.tiles import Tiles, Work
 
 # Registers of a thread that only copies, and of one that multiplies: what is left.
 FEEDS, MULTIPLIES = 40, 232

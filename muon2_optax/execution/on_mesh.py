@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon2_optax import dtypes, fused, hopper, parcels, polar
+from muon2_optax import dtypes
+from muon2_optax.arrays.stacks import in_lots
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.coefficients import AOL, Plan
+from muon2_optax.execution import on_device, transport
+from muon2_optax.execution.transport import Stored, size, stored
 from muon2_optax.iteration import runs
-from muon2_optax.parcels import Stored, size, stored
-from muon2_optax.placement import Axes, Placement
-from muon2_optax.stacks import in_lots
+from muon2_optax.kernels import hopper, newton_schulz
+from muon2_optax.schedules.coefficients import AOL, Plan
+from muon2_optax.sharding import Axes, Placement
 
 # Bytes of whole matrices, in the dtype of the iteration, that a device takes at once:
 # what bounds the memory of a step. While one lot is iterated the next one travels.
@@ -56,16 +58,16 @@ def orthogonalize(
     def run(*xs: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
         group = _Group(kind, places[0].mesh, plan, dtype)
         if kind.axes:
-            narrow, factors = parcels.narrowed(xs, axes, dtype)
+            narrow, factors = transport.narrowed(xs, axes, dtype)
             rows = zip(narrow, axes, swaps)
-            pieces = [parcels.cut(x, a, s, kind) for x, a, s in rows]
+            pieces = [transport.cut(x, a, s, kind) for x, a, s in rows]
             done = group.moved(pieces, factors)
         else:
-            pieces = [parcels.cut(x, a, s, kind) for x, a, s in zip(xs, axes, swaps)]
+            pieces = [transport.cut(x, a, s, kind) for x, a, s in zip(xs, axes, swaps)]
             alone = sum(map(len, pieces)) == 1
             done = group.shared(pieces) if whole and not alone else group.here(pieces)
         rows = zip(done, xs, axes, swaps)
-        return tuple(parcels.put_back(y, x, a, s) for y, x, a, s in rows)
+        return tuple(transport.put_back(y, x, a, s) for y, x, a, s in rows)
 
     def on_mesh(*xs: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
         # Replication of the result is by construction (every device gathers the same
@@ -78,7 +80,7 @@ def orthogonalize(
             check_vma=False,
         )(*xs)
 
-    return list(polar.per_platform(on_mesh, leaves, ns_dtype))
+    return list(on_device.per_platform(on_mesh, leaves, ns_dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,7 @@ class _Group:
         """Iterates whole matrices on this device."""
         rows = math.prod(n * size(self.mesh, a) for n, a in self.kind.rows)
         xs = [x.reshape(len(x), rows, -1) for x in stacks]
-        run = functools.partial(polar.run_batch, plan=self.plan, dtype=self.dtype)
+        run = functools.partial(on_device.run_batch, plan=self.plan, dtype=self.dtype)
         if len(self.kind.splits) == 1:
             done = list(run(*xs))
         else:
@@ -136,14 +138,14 @@ class _Group:
         count = sum(map(len, pieces))
         share = -(-count // devices)
         if factors is None:
-            sent = _filled([parcels.bits(p) for p in pieces], devices * share)
+            sent = _filled([transport.bits(p) for p in pieces], devices * share)
         else:
-            sent = parcels.packed(pieces, factors, share, devices)
+            sent = transport.packed(pieces, factors, share, devices)
         done = self._iterated(self._swap(sent), factors is not None, share)
-        back = parcels.bits(done.astype(self.dtype))
+        back = transport.bits(done.astype(self.dtype))
         back = self._swap(back.reshape(-1, *back.shape[2:]))
         columns = self.kind.local[-1]
-        return parcels.values(back, self.dtype)[:count, ..., :columns]
+        return transport.values(back, self.dtype)[:count, ..., :columns]
 
     def _iterated(self, got: jax.Array, packed: bool, share: int) -> jax.Array:
         """What came from all devices as whole matrices, iterated, in pieces again.
@@ -152,19 +154,19 @@ class _Group:
         share, *local), or more columns, the last ones of no meaning.
         """
         if packed:
-            values, factors = parcels.unpacked(got, self.kind.local, share)
+            values, factors = transport.unpacked(got, self.kind.local, share)
             done = self._on_kernels(values, factors)
             if done is not None:
                 return done
             ones = (1,) * len(self.kind.local)
             x = values.astype(jnp.float32) * factors.reshape(-1, share, *ones)
         else:
-            x = parcels.values(got, self.dtype)
+            x = transport.values(got, self.dtype)
             wide = dtypes.compute_dtype(self.dtype)
             x = x.astype(jnp.promote_types(wide, x.dtype))
             x = x.reshape(-1, share, *self.kind.local)
-        done = self.here([parcels.assembled(x, self.kind, self.mesh)])[0]
-        return parcels.divided(done, self.kind, self.mesh)
+        done = self.here([transport.assembled(x, self.kind, self.mesh)])[0]
+        return transport.divided(done, self.kind, self.mesh)
 
     def _on_kernels(self, values: jax.Array, factors: jax.Array) -> jax.Array | None:
         """Whole matrices out of pieces, where the kernels take them so; or None."""
@@ -178,7 +180,9 @@ class _Group:
             return None
         steps = runs(self.plan, m * grid[0], n * grid[1], self.dtype)
         x = values.reshape(*grid, *values.shape[1:])
-        done = fused.run_pieces(x, factors.reshape(x.shape[:3]), self.plan, steps)
+        done = newton_schulz.run_pieces(
+            x, factors.reshape(x.shape[:3]), self.plan, steps
+        )
         return done.reshape(-1, *done.shape[2:])
 
     def _swap(self, x: jax.Array) -> jax.Array:
@@ -190,9 +194,9 @@ class _Group:
     def _gathered(self, piece: jax.Array, factors: jax.Array | None) -> jax.Array:
         """Every device iterates the whole matrix and keeps its piece of the result."""
         if factors is None:
-            sent = parcels.bits(piece)
+            sent = transport.bits(piece)
         else:
-            sent = parcels.packed([piece], factors, 1, 1)[0]
+            sent = transport.packed([piece], factors, 1, 1)[0]
         got = jax.lax.all_gather(sent, self.kind.axes)
         done = self._iterated(got, factors is not None, 1)
         index = jax.lax.axis_index(self.kind.axes)
@@ -208,12 +212,12 @@ class _Group:
         padded = _filled([x], devices * share)
         mine = jax.lax.axis_index(names) * share
         done = self.here([jax.lax.dynamic_slice_in_dim(padded, mine, share)])[0]
-        sent = parcels.bits(done.astype(self.dtype)).reshape(share, -1)
+        sent = transport.bits(done.astype(self.dtype)).reshape(share, -1)
         if count >= devices:
             got = jax.lax.all_gather(sent, names, tiled=True)[:count]
         else:
             got = _broadcast_first(sent[0], count, devices, names)
-        done = parcels.values(got, self.dtype).reshape(x.shape)
+        done = transport.values(got, self.dtype).reshape(x.shape)
         return jnp.split(done, np.cumsum([len(s) for s in stacks])[:-1])
 
 

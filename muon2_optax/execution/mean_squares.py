@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from muon2_optax import hopper, moments, placement
+from muon2_optax import moments, sharding
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.placement import Axes, Placement
+from muon2_optax.kernels import hopper
+from muon2_optax.sharding import Axes, Placement
 
 # Rows that are averaged first, and the averages then: a reduction across memory, whose
 # two stages give a GPU enough to do at once. In one stage XLA would store all squares.
@@ -23,7 +24,7 @@ def in_stacks(g: jax.Array, axes: ResolvedAxes, whole: bool) -> bool:
     Not where an Explicit axis has a leaf, though it divides nothing: JAX gives no part
     of such a leaf to a kernel.
     """
-    mesh = placement.typed_mesh(g)
+    mesh = sharding.typed_mesh(g)
     explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
     return whole and not explicit and hopper.takes_sums(g, axes, None)
 
@@ -52,14 +53,14 @@ def of_squares(
     Args:
       g: a leaf.
       axes: of its matrices.
-      place: where it lives, as ``placement.placement`` tells.
-      whole: without a place, whether it is ``placement.undivided``.
+      place: where it lives, as ``sharding.placement`` tells.
+      whole: without a place, whether it is ``sharding.undivided``.
 
     Returns:
       The first without the output axes, and with one more, last, axis of blocks where
       there are several; the second without the input axes.
     """
-    local = placement.local_shape(g, place, whole)
+    local = sharding.local_shape(g, place, whole)
     kernel = place is not None and hopper.takes_sums(g, axes, place)
     return _of_squares(g, axes, local, place if kernel else None)
 
@@ -131,9 +132,9 @@ def _on_kernel(
 def _partial_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of squares, of all matrices of a leaf; traced and lowered once per shape."""
     # Only here: Pallas is not built in everywhere.
-    from muon2_optax import sums
+    from muon2_optax.kernels import sum_squares
 
-    return sums.of_squares(x.reshape(-1, *x.shape[-2:]))
+    return sum_squares.of_squares(x.reshape(-1, *x.shape[-2:]))
 
 
 def _total(parts: jax.Array, scale: float, over: Axes) -> jax.Array:

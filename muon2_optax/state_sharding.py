@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from muon2_optax import trees
-from muon2_optax.placement import Shardings, typed_mesh
+from muon2_optax.sharding import Shardings, typed_mesh
 
 
 def settled(

@@ -9,7 +9,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from muon2_optax.tiles import Tiles, Work
+from muon2_optax.kernels.tiles import Tiles, Work
 
 
 class Square(NamedTuple):

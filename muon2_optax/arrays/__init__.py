@@ -1,0 +1,1 @@
+"""Lists of arrays: traced once for each shape, stacked and split again."""

@@ -1,0 +1,1 @@
+"""How the matrices of a tree run, on one device and on a mesh."""

@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA Hopper GPUs, and when programs use them."""

@@ -1,0 +1,1 @@
+"""Newton-Schulz coefficients: tables, the minimax generator, the fit."""
