@@ -10,7 +10,10 @@ from muon2_optax.optimizers import dion as dion
 from muon2_optax.optimizers import muon as muon
 from muon2_optax.optimizers import muon2 as muon2
 from muon2_optax.optimizers import muon2_f as muon2_f
+from muon2_optax.optimizers import muon2_f_h as muon2_f_h
+from muon2_optax.optimizers import muon2_h as muon2_h
 from muon2_optax.optimizers import muon_bp as muon_bp
+from muon2_optax.optimizers import muon_h as muon_h
 from muon2_optax.optimizers import normuon as normuon
 from muon2_optax.optimizers import teon as teon
 from muon2_optax.optimizers.dion import (
@@ -45,5 +48,6 @@ from muon2_optax.schedules.fitting import (
     polar_express_coefficients as polar_express_coefficients,
 )
 from muon2_optax.sharding import Shardings as Shardings
+from muon2_optax.weights import hyperball as hyperball
 
 __version__ = "0.1.0"

@@ -5,6 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Odd numbers near 2^32 times the golden ratio and the plastic number's inverse square:
+# multiples of them are spread evenly over the 32-bit numbers.
+_WEYL_OF_STEP, _WEYL_OF_ENTRY = 0x9E3779B9, 0x91E10DA5
+
 
 def compute_dtype(dtype: Any) -> jnp.dtype:
     """At least float32 (or complex64): what 16-bit values are computed in."""
@@ -61,6 +65,39 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
         return x.astype(dtype)
     top = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x).astype(dtype)
+
+
+def round_with_dither(x: jax.Array, dtype: Any, count: jax.Array) -> jax.Array:
+    """Rounds to values of a shorter dtype, up or down in proportion to the distances.
+
+    Rounding to the nearest would lose a step of less than half a unit in the last place
+    however often it is taken. Here the threshold of every entry takes all values in
+    turn, in a Weyl sequence along ``count``, so that the mean over steps is x.
+
+    Args:
+      x: float32. Anything else comes back as it is, and so do NaN and infinities.
+      dtype: to whose values it is rounded, bfloat16 or float16.
+      count: int32 scalar, the step.
+
+    Returns:
+      The rounded values, in float32.
+    """
+    if x.dtype != jnp.float32 or not jnp.issubdtype(dtype, jnp.floating):
+        return x
+    dropped = jnp.finfo(x.dtype).nmant - jnp.finfo(dtype).nmant
+    if dropped <= 0:
+        return x
+    index = jnp.uint32(_WEYL_OF_STEP) * count.astype(jnp.uint32)
+    stride = 1
+    for axis in reversed(range(x.ndim)):
+        along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        index = index + along * jnp.uint32(stride * _WEYL_OF_ENTRY % 2**32)
+        stride *= x.shape[axis]
+    threshold = index >> jnp.uint32(32 - dropped)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + threshold
+    kept = (bits >> jnp.uint32(dropped)) << jnp.uint32(dropped)
+    rounded = jax.lax.bitcast_convert_type(kept, jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x)
 
 
 def squared_magnitude(x: jax.Array) -> jax.Array:

@@ -25,6 +25,10 @@ every = pytest.mark.parametrize(
 EXTRA: dict[str, dict[str, Any]] = {
     "dion": {"rank_fraction": 0.5},
     "muon_bp": {"period": 2},
+    # Some tests start at zero, which has no norm of its own.
+    "muon_h": {"radius": "init"},
+    "muon2_h": {"radius": "init"},
+    "muon2_f_h": {"radius": "init"},
     "teon": {"joint": "^stack$"},
 }
 # Arguments that shapes depend on, which optax.inject_hyperparams must not trace.
@@ -34,6 +38,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 RANDOM_START = {"dion"}
 JOINS_A_STACK = {"teon"}
 WHOLE_MATRICES_ONLY = {"dion"}
+# Matrices keep their norm: no decay, and steps on a sphere do not add up to a line.
+ON_SPHERE = {"muon_h", "muon2_h", "muon2_f_h"}
 
 # Two groups, and three matrices that run as one batch.
 SHAPES = {"block": {"up": (8, 12)}, "stack": (2, 12, 8), "embed": (6, 8), "bias": (12,)}
@@ -55,7 +61,10 @@ ARGUMENTS = {"weight_decay": 0.1, "adam_weight_decay": 0.05, "adam_b2": 0.9}
 def make(name: str, learning_rate: Any = 0.1, wrap: Any = None, **kw: Any) -> Any:
     """One optimizer under ``ARGUMENTS``; ``wrap`` is applied to its factory first."""
     factory = m2.REGISTRY[name] if wrap is None else wrap(m2.REGISTRY[name])
-    return factory(learning_rate, **ARGUMENTS | EXTRA.get(name, {}) | kw)
+    arguments = ARGUMENTS | EXTRA.get(name, {}) | kw
+    if not accepts(name, "weight_decay"):
+        del arguments["weight_decay"]
+    return factory(learning_rate, **arguments)
 
 
 def accepts(name: str, keyword: str) -> bool:

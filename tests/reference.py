@@ -135,6 +135,23 @@ def factored_second_moment(
     return _ratios(grads, roots, b1, b2, eps, nesterov, bias_correction)
 
 
+def unit(x):
+    """x / ||x||_F, and zero for zero."""
+    size = np.linalg.norm(x)
+    return x / size if size > 0 else x
+
+
+def hyperball(w, directions, rates, radius=None):
+    """W after each step ``W = R n(W - rate R n(u))``, of one matrix."""
+    w = wide(w)
+    radius = np.linalg.norm(w) if radius is None else radius
+    path = []
+    for u, rate in zip(directions, rates, strict=True):
+        w = radius * unit(w - rate * radius * unit(wide(u)))
+        path.append(w)
+    return path
+
+
 def spectral(fan_in, fan_out):
     return math.sqrt(fan_out / fan_in)
 

@@ -7,6 +7,9 @@ import optax
 
 from muon2_optax.optimizers.adamuon import adamuon as adamuon
 from muon2_optax.optimizers.dion import dion as dion
+from muon2_optax.optimizers.hyperball import muon2_f_h as muon2_f_h
+from muon2_optax.optimizers.hyperball import muon2_h as muon2_h
+from muon2_optax.optimizers.hyperball import muon_h as muon_h
 from muon2_optax.optimizers.muon import muon as muon
 from muon2_optax.optimizers.muon2 import muon2 as muon2
 from muon2_optax.optimizers.muon2_f import muon2_f as muon2_f
@@ -25,6 +28,9 @@ REGISTRY: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = (
             "dion": dion,
             "muon_bp": muon_bp,
             "teon": teon,
+            "muon_h": muon_h,
+            "muon2_h": muon2_h,
+            "muon2_f_h": muon2_f_h,
         }
     )
 )

@@ -4,10 +4,12 @@ from typing import Any
 
 import optax
 
+from muon2_optax.axes import MatrixAxes
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 from muon2_optax.sharding import Shardings
 from muon2_optax.state_sharding import settled
+from muon2_optax.weights import Radius, hyperball
 
 
 def routed(
@@ -23,23 +25,32 @@ def routed(
     weight_decay_mask: Any,
     mu_dtype: Any,
     shardings: Shardings | None = None,
+    adam_h: str | None = None,
+    radius: Radius = None,
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.partition`` by the rules, with AdamW for what is not a matrix.
 
     AdamW is ``optax.adamw`` built from our second moment, whose state keeps its dtypes
     for gradients of any dtype. Updates come back in the gradients' dtypes: weight decay
     promotes those of lower precision than the parameters, and ``optax.MultiSteps`` and
-    ``optax.apply_if_finite`` need both branches of their ``cond`` to agree.
+    ``optax.apply_if_finite`` need both branches of their ``cond`` to agree. Leaves of
+    the rest whose path matches ``adam_h`` follow AdamW's direction on the hyperball,
+    with the matrices' learning rate and ``radius``.
     """
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
-    adam = optax.chain(
-        scale_by_second_moment(
-            adam_b1, adam_b2, adam_eps, bias_correction=True, mu_dtype=mu_dtype
-        ),
-        optax.add_decayed_weights(adam_weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(adam_learning_rate),
+    direction = scale_by_second_moment(
+        adam_b1, adam_b2, adam_eps, bias_correction=True, mu_dtype=mu_dtype
     )
+    decay = optax.add_decayed_weights(adam_weight_decay, weight_decay_mask)
+    step = optax.scale_by_learning_rate(adam_learning_rate)
+    if adam_h is None:
+        adam = optax.chain(direction, decay, step)
+    else:
+        tables = MatrixRules(((adam_h, MatrixAxes(-2, -1)), ("", None)))
+        on_sphere = hyperball(learning_rate, radius, rules=tables, shardings=shardings)
+        ends = {MATRIX: on_sphere, ADAM: optax.chain(decay, step)}
+        adam = optax.chain(direction, optax.partition(ends, tables.labels))
     inner = optax.partition({MATRIX: matrix, ADAM: adam}, rules.labels)
 
     def init_fn(params: optax.Params) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+    ON_SPHERE,
     RANDOM_START,
     RULES,
     SMALL,
@@ -47,6 +48,13 @@ def test_multi_steps_is_the_mean_gradient(name):
     want, inner, _ = run(compiled(name), params, means)
     assert_close(got, want)
     assert_close(state.inner_opt_state, inner)
+
+
+def on_sphere(w, towards, rate):
+    """The hyperball's step from w, where ``towards`` is its step from zero, -R n(u)."""
+    w, towards = wide(w), wide(towards)
+    moved = w + rate * towards
+    return np.linalg.norm(w) * moved / np.linalg.norm(moved) - w
 
 
 def injected(name, learning_rate, **kw):
@@ -93,6 +101,10 @@ def test_injected_hyperparameters_act(name):
     full, _ = update(grads, state, params)
     state.hyperparams["learning_rate"] /= 2
     half, _ = update(grads, state, params)
+    if name in ON_SPHERE:
+        towards = update(grads, state, zeros_like(params))[0].pop("w")
+        for step, rate in ((full, 0.1), (half, 0.05)):
+            assert_close(step.pop("w"), on_sphere(params["w"], towards, rate))
     assert_equal(scaled(half, 2), full)  # a power of two: exact
 
 
@@ -119,8 +131,12 @@ def test_schedules_see_the_step(name):
     )
     for t, g in enumerate(gradients(3, SMALL)):
         got, state = update(g, state, params)
-        unit, plain_state = plain.update(g, plain_state, params)
+        before = plain_state
+        unit, plain_state = plain.update(g, before, params)
         want = {k: rates[k](t) * u for k, u in unit.items()}
+        if name in ON_SPHERE:
+            towards, _ = plain.update(g, before, zeros_like(params))
+            want["w"] = on_sphere(params["w"], towards["w"], rates["w"](t))
         assert_close(got, want, 1e-6)  # one product more
 
 
@@ -183,6 +199,8 @@ def test_masked_weight_decay(name, function):
     updates, _ = quick_jit(tx.update)(zeros_like(params), tx.init(params), params)
     # A zero gradient moves nothing, so what is left is the decay alone.
     on, off, factor = ("b", "w", -0.025) if function else ("w", "b", -0.05)
+    if name in ON_SPHERE and on == "w":
+        factor = 0  # a matrix of constant norm has no decay
     assert_close(updates[on], factor * params[on], 1e-6)  # one product more
     assert not np.any(wide(updates[off]))
 

@@ -67,11 +67,42 @@ def test_chain_written_by_hand(name):
     assert_equal(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]))
 
 
+@pytest.mark.parametrize("name", ["muon_h", "muon2_h", "muon2_f_h"])
+def test_hyperball_chain_written_by_hand(name):
+    """The direction of ``HAND``, and the hyperball in place of all that follows it."""
+    first, kw = HAND[name.removesuffix("_h")]
+    kw = {k: v for k, v in kw.items() if k != "shape_scale"} | {"ns_steps": 4}
+    by_hand = optax.partition(
+        {
+            "matrix": optax.chain(
+                first(),
+                m2.newton_schulz_orthogonalize(4, "keller", rules=RULES),
+                m2.hyperball(0.02, rules=RULES),
+            ),
+            "adam": optax.chain(
+                m2.scale_by_second_moment(0.7, 0.99, 1e-4, bias_correction=True),
+                optax.add_decayed_weights(0.05),
+                optax.scale_by_learning_rate(0.003),
+            ),
+        },
+        RULES.labels,
+    )
+    adam = {"adam_b1": 0.7, "adam_b2": 0.99, "adam_eps": 1e-4}
+    kw = adam | kw | {"radius": None, "adam_learning_rate": 0.003}
+    params, grads = sample(0), gradients(3)
+    got, want = (
+        run_compiled(tx, params, grads)
+        for tx in (make(name, 0.02, rules=RULES, **kw), by_hand)
+    )
+    assert_equal((got[0], got[2]), (want[0], want[2]))
+    assert_equal(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]))
+
+
 def test_registry():
     """Every optimizer is registered under its own name, with the rate first."""
     for name in OPTIMIZERS:
         factory = m2.REGISTRY[name]
         assert factory.__name__ == name
         assert next(iter(inspect.signature(factory).parameters)) == "learning_rate"
-    for name in ("muon", "muon2", "muon2_f"):
+    for name in ("muon", "muon2", "muon2_f", "muon2_f_h"):
         assert m2.REGISTRY[name] is getattr(m2, name)

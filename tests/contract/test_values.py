@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+    ON_SPHERE,
     RANDOM_START,
     RULES,
     SMALL,
@@ -156,6 +157,11 @@ def test_convergence(name):
     targets = (parabola, line, rosenbrock, least_squares, two_layers)
     layers = {"first": (8, 10), "second": (10, 12), "bias": (12,)}
     params = sample(3, SMALL | layers | {"v": (8, 12), "xy": (2, 6)})
+    if name in ON_SPHERE:  # which the targets must be on
+        ends = {"w": sample(7, SMALL)["w"], "v": sample(7, SMALL)["w"], "xy": 1.0}
+        for key, end in ends.items():
+            norm = jnp.linalg.norm(jnp.broadcast_to(end, params[key].shape))
+            params[key] *= norm / jnp.linalg.norm(params[key])
     steps = 2000
     rate = optax.linear_schedule(0.1, 0.0, steps)
     tx = make(name, rate, weight_decay=0.0, adam_weight_decay=0.0)

@@ -1,0 +1,228 @@
+"""Inner products of whole matrices, for all leaves of a tree at once.
+
+On a mesh, what the devices have summed over their parts travels together: one
+all-reduce of a few numbers per matrix, however many leaves there are.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from muon2_optax import dtypes, sharding
+from muon2_optax.arrays import tracing
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.sharding import Placement, Shardings
+
+
+class InnerProducts(NamedTuple):
+    """|x|^2, Re <x, y> and |y|^2, one number per matrix each (``per_matrix``)."""
+
+    xx: jax.Array
+    xy: jax.Array
+    yy: jax.Array
+
+
+def per_matrix(values: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    """One number per matrix, shaped to multiply the parameter.
+
+    Args:
+      values: (*batch axes in order), and one more, last, axis of blocks where the rule
+        splits the outputs.
+      axes: of the leaf.
+    """
+    blocks = len(axes.splits)
+    single = [values] if blocks == 1 else [values[..., k] for k in range(blocks)]
+    sides = tuple(sorted(axes.ins + axes.outs))
+    return axes.by_block([jnp.expand_dims(v, sides) for v in single])
+
+
+def squared_norms(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    """|x|^2 of every matrix of one leaf, in float32 or better."""
+    return _sums((_square(_widen(x)),), axes, _owners(axes))[0]
+
+
+def of_pairs(
+    names: Sequence[str],
+    xs: Sequence[jax.Array],
+    ys: Sequence[jax.Array],
+    axes: Sequence[ResolvedAxes],
+    shardings: Shardings | None,
+) -> list[InnerProducts]:
+    """The inner products of the matrices of x and y, leaf by leaf.
+
+    Args:
+      names, axes: paths of the leaves and the axes of their matrices.
+      xs, ys: leaves of equal shapes and shardings, each pair of any dtypes.
+      shardings: where they live, on Auto axes.
+    """
+    done: list[Any] = [None] * len(xs)
+    divided: dict[Any, list[int]] = {}
+    for i, (name, x) in enumerate(zip(names, xs)):
+        place = sharding.placement(name, x, shardings)
+        sides = axes[i].ins + axes[i].outs
+        if place is not None and any(place.dims[a] for a in sides):
+            divided.setdefault(place.mesh, []).append(i)
+            done[i] = place
+        else:
+            done[i] = _whole(x, ys[i], axes=axes[i])
+    for members in divided.values():
+        found = _across_devices(
+            [(xs[i], ys[i]) for i in members],
+            tuple(axes[i] for i in members),
+            tuple(done[i] for i in members),
+        )
+        for i, products in zip(members, found):
+            done[i] = InnerProducts(*products)
+    return done
+
+
+@tracing.once
+def _whole(x: jax.Array, y: jax.Array, *, axes: ResolvedAxes) -> InnerProducts:
+    return InnerProducts(*_sums(_products(x, y), axes, _owners(axes)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _across_devices(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    axes: Sequence[ResolvedAxes],
+    places: Sequence[Placement],
+) -> list[tuple[jax.Array, ...]]:
+    """Every device sums its parts of all leaves, and one all-reduce adds them up."""
+    mesh = places[0].mesh
+    specs = [PartitionSpec(*_padded(p, len(p.dims))) for p in places]
+
+    def local(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[Any]:
+        sums = [
+            jnp.stack(_sums(_products(x, y), a, _local_owners(a, p)))
+            for (x, y), a, p in zip(pairs, axes, places)
+        ]
+        return _add_up(sums, axes, places, mesh)
+
+    out = [(_batch_spec(a, p),) * 3 for a, p in zip(axes, places)]
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=([(s, s) for s in specs],),
+        out_specs=out,
+        check_vma=False,
+    )
+    return run(list(pairs))
+
+
+def _add_up(
+    sums: Sequence[jax.Array],
+    axes: Sequence[ResolvedAxes],
+    places: Sequence[Placement],
+    mesh: Any,
+) -> list[tuple[jax.Array, ...]]:
+    """Adds the devices' sums, each (3, *batch, blocks), in one all-reduce.
+
+    Leaves may be divided over different axes of the mesh. All take part in a sum over
+    all of its axes: copies count as one, and the batch indices of other devices are
+    zero here.
+    """
+    vectors, corners = [], []
+    for x, a, place in zip(sums, axes, places):
+        used = {name for dim in place.dims for name in dim}
+        copies = math.prod(n for name, n in mesh.shape.items() if name not in used)
+        whole = list(x.shape)
+        corner = [jnp.int32(0)] * x.ndim
+        for k, axis in enumerate(a.batch, start=1):
+            names = place.dims[axis]
+            whole[k] = a.shape[axis]
+            if names:
+                corner[k] = jax.lax.axis_index(names) * x.shape[k]
+        empty = jnp.zeros(whole, x.dtype)
+        vectors.append(jax.lax.dynamic_update_slice(empty, x / copies, corner))
+        corners.append(corner)
+    dtype = jnp.result_type(*vectors)
+    flat = jnp.concatenate([v.astype(dtype).ravel() for v in vectors])
+    flat = jax.lax.psum(flat, tuple(mesh.axis_names))
+    found, start = [], 0
+    for x, vector, corner in zip(sums, vectors, corners):
+        total = flat[start : start + vector.size].reshape(vector.shape)
+        start += vector.size
+        mine = jax.lax.dynamic_slice(total, corner, x.shape).astype(x.dtype)
+        found.append(tuple(mine))
+    return found
+
+
+def _products(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+    """|x|^2, Re(conj(x) y) and |y|^2, entry by entry."""
+    x, y = _widen(x), _widen(y)
+    product = (x.conj() * y).real if jnp.iscomplexobj(x) else x * y
+    return _square(x), product, _square(y)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return (x.conj() * x).real if jnp.iscomplexobj(x) else x * x
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(dtypes.compute_dtype(x.dtype))
+
+
+def _sums(
+    entries: Sequence[jax.Array], axes: ResolvedAxes, owners: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Sums over each matrix, (*batch) or (*batch, blocks).
+
+    Args:
+      entries: arrays of the leaf's rank.
+      axes: of the leaf.
+      owners: which block each output belongs to, broadcastable to the leaf.
+    """
+    if owners is None:
+        return tuple(_sum(x, axes) for x in entries)
+    blocks = range(len(axes.splits))
+    return tuple(
+        jnp.stack([_sum(jnp.where(owners == k, x, 0), axes) for k in blocks], axis=-1)
+        for x in entries
+    )
+
+
+def _sum(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    """The sum over a matrix, of means along the last axis where that is a side.
+
+    In two stages: XLA adds up on a CPU one by one, and a float32 sum of millions of
+    squares would be off by more than a norm may be. XLA would make one of two sums;
+    the division between them keeps them apart.
+    """
+    sides, last = set(axes.ins + axes.outs), x.ndim - 1
+    if last not in sides or len(sides) == 1:
+        return jnp.sum(x, axis=tuple(sides))
+    count = x.shape[last]
+    rows = jnp.sum(x, axis=last) / count
+    return jnp.sum(rows, axis=tuple(sides - {last})) * count
+
+
+def _owners(axes: ResolvedAxes) -> jax.Array | None:
+    """Which block each output belongs to; None where there is one."""
+    blocks = range(len(axes.splits))
+    return None if len(blocks) == 1 else jnp.asarray(axes.per_output(blocks))
+
+
+def _local_owners(axes: ResolvedAxes, place: Placement) -> jax.Array | None:
+    """The same for the outputs that this device holds."""
+    owners = _owners(axes)
+    out = axes.outs[0]
+    if owners is None or not place.dims[out]:
+        return owners
+    size = place.local(axes.shape)[out]
+    start = jax.lax.axis_index(place.dims[out]) * size
+    return jax.lax.dynamic_slice_in_dim(owners, start, size, axis=out)
+
+
+def _padded(place: Placement, rank: int) -> tuple[Any, ...]:
+    return tuple(place.spec) + (None,) * (rank - len(place.spec))
+
+
+def _batch_spec(axes: ResolvedAxes, place: Placement) -> PartitionSpec:
+    """How one number per matrix is divided: as the batch axes are."""
+    spec = _padded(place, len(axes.shape))
+    return PartitionSpec(*(spec[a] for a in axes.batch))

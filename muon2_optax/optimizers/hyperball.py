@@ -1,0 +1,243 @@
+"""Muon, Muon^2 and Muon^2-F on the hyperball: constant norms in place of decay."""
+
+from typing import Any
+
+import optax
+
+from muon2_optax.moments import scale_by_momentum, scale_by_second_moment
+from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers.muon2_f import factorized_second_moment
+from muon2_optax.orthogonalize import (
+    newton_schulz_orthogonalize,
+    rules_or_default,
+)
+from muon2_optax.rules import MatrixRules
+from muon2_optax.sharding import Shardings
+from muon2_optax.weights import Radius, hyperball
+
+
+def muon_h(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    *,
+    radius: Radius = None,
+    ns_steps: int = 5,
+    ns_coeffs: Any = "keller",
+    ns_dtype: Any = None,
+    nesterov: bool = True,
+    rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
+    mu_dtype: Any = None,
+    dampening: float | None = None,
+    adam_h: str | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps: float = 1e-8,
+    adam_weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon on the hyperball for the matrices, AdamW for the rest.
+
+    For each matrix W, of norm R at the start, with gradient G::
+
+        M = b1 M + (1 - b1) G
+        O = NewtonSchulz(b1 M + (1 - b1) G, K)
+        W = R n(W - learning_rate R n(O))               n(x) = x / ||x||
+
+    There is neither weight decay nor a shape factor: ``n`` takes any factor away.
+
+    Args:
+      learning_rate: length of a step relative to the weights, or a schedule of it; see
+        ``hyperball``.
+      radius: R; None: the norm in ``init``, where no matrix may be zero; see
+        ``hyperball`` for ``"init"``, numbers and functions.
+      adam_h: regular expression of the paths that AdamH trains among those that are no
+        matrices: AdamW's direction on the hyperball, with ``learning_rate`` and without
+        decay. Each must be a table of rank 2, or a stack of tables: ``"lm_head"``.
+      weight_decay_mask: which leaves AdamW decays, as in
+        ``optax.add_decayed_weights``.
+
+    The others, and the return value, are those of ``muon``.
+
+    References:
+      Wen et al. 2025, "Fantastic Pretraining Optimizers 2.1: Hyperball Optimization".
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+    >>> tx = muon_h(learning_rate=0.02, adam_learning_rate=3e-3)
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    rules = rules_or_default(rules)
+    matrix = optax.chain(
+        scale_by_momentum(
+            b1, nesterov=nesterov, dampening=dampening, mu_dtype=mu_dtype
+        ),
+        newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+        ),
+        hyperball(learning_rate, radius, rules=rules, shardings=shardings),
+    )
+    return routed(
+        matrix,
+        rules,
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
+        shardings=shardings,
+        adam_h=adam_h,
+        radius=radius,
+    )
+
+
+def muon2_h(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-10,
+    *,
+    radius: Radius = None,
+    ns_steps: int = 3,
+    ns_coeffs: Any = "keller",
+    ns_dtype: Any = None,
+    nesterov: bool = False,
+    bias_correction: bool = False,
+    rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    adam_h: str | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps: float = 1e-8,
+    adam_weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon^2 on the hyperball for the matrices, AdamW for the rest.
+
+    ``muon2``'s direction O, and ``muon_h``'s step ``W = R n(W - learning_rate R n(O))``
+    from it.
+
+    Args and returns are those of ``muon2``, without ``shape_scale`` and
+    ``weight_decay``, and those of ``muon_h``: ``radius`` and ``adam_h``.
+
+    References:
+      Liu et al. 2026, "Muon^2", arXiv:2604.09967; Wen et al. 2025, "Hyperball
+      Optimization".
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+    >>> tx = muon2_h(learning_rate=0.02, adam_learning_rate=3e-3)
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    rules = rules_or_default(rules)
+    matrix = optax.chain(
+        scale_by_second_moment(
+            b1,
+            b2,
+            eps,
+            nesterov=nesterov,
+            bias_correction=bias_correction,
+            mu_dtype=mu_dtype,
+            nu_dtype=nu_dtype,
+        ),
+        newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+        ),
+        hyperball(learning_rate, radius, rules=rules, shardings=shardings),
+    )
+    return routed(
+        matrix,
+        rules,
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
+        shardings=shardings,
+        adam_h=adam_h,
+        radius=radius,
+    )
+
+
+def muon2_f_h(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-10,
+    *,
+    radius: Radius = None,
+    ns_steps: int = 3,
+    ns_coeffs: Any = "keller",
+    ns_dtype: Any = None,
+    nesterov: bool = False,
+    bias_correction: bool = False,
+    rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
+    mu_dtype: Any = None,
+    adam_h: str | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps: float = 1e-8,
+    adam_weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon^2-F on the hyperball for the matrices, AdamW for the rest.
+
+    ``muon2_f``'s direction O, and ``muon_h``'s step ``W = R n(W - learning_rate R
+    n(O))`` from it.
+
+    Args and returns are those of ``muon2_f``, without ``shape_scale`` and
+    ``weight_decay``, and those of ``muon_h``: ``radius`` and ``adam_h``.
+
+    References:
+      Liu et al. 2026, "Muon^2", arXiv:2604.09967; Wen et al. 2025, "Hyperball
+      Optimization".
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+    >>> tx = muon2_f_h(learning_rate=0.02, adam_learning_rate=3e-3)
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    rules = rules_or_default(rules)
+    matrix = optax.chain(
+        factorized_second_moment(
+            b1,
+            b2,
+            eps,
+            nesterov=nesterov,
+            bias_correction=bias_correction,
+            mu_dtype=mu_dtype,
+            rules=rules,
+            shardings=shardings,
+        ),
+        newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+        ),
+        hyperball(learning_rate, radius, rules=rules, shardings=shardings),
+    )
+    return routed(
+        matrix,
+        rules,
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
+        shardings=shardings,
+        adam_h=adam_h,
+        radius=radius,
+    )

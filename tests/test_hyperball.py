@@ -1,0 +1,361 @@
+"""Hyperball: each matrix keeps its norm, whatever the dtype, the layout and the mesh.
+
+The oracle is ``reference.hyperball``: the printed rule in float64, matrix by matrix.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hlo import collectives
+from jax.sharding import PartitionSpec as P
+from meshes import AUTO, EXPLICIT, KINDS, draw, known, mesh_of, place
+from reference import hyperball, relative_error, wide
+
+import muon2_optax as m2
+
+# path: (shape, axes, function from the leaf to its matrices)
+LAYOUTS = {
+    "kernel": ((6, 10), m2.MatrixAxes(0, 1), lambda x: [x]),
+    "layers": ((3, 6, 10), m2.MatrixAxes(-2, -1), list),
+    "experts": (
+        (2, 3, 4, 5),
+        m2.MatrixAxes(-2, -1),
+        lambda x: list(x.reshape(-1, *x.shape[-2:])),
+    ),
+    "query": ((6, 4, 5), m2.MatrixAxes(0, (1, 2)), lambda x: [x]),
+    "per_head": (
+        (6, 4, 5),
+        m2.MatrixAxes(-3, -1),
+        lambda x: [x[:, h] for h in range(x.shape[1])],
+    ),
+    "qkv": (
+        (6, 14),
+        m2.MatrixAxes(0, 1, (8, 4, 2)),
+        lambda x: np.split(x, (8, 12), axis=1),
+    ),
+    "layers_qkv": (
+        (2, 14, 6),
+        m2.MatrixAxes(-1, -2, (8, 4, 2)),
+        lambda x: [b for layer in x for b in np.split(layer, (8, 12), axis=0)],
+    ),
+    "convolution": ((3, 2, 4, 5), m2.MatrixAxes((0, 1, 2), 3), lambda x: [x]),
+    "last_axis_is_a_batch": (
+        (6, 5, 3),
+        m2.MatrixAxes(0, 1),
+        lambda x: [x[..., i] for i in range(3)],
+    ),
+}
+RULES = m2.MatrixRules(
+    tuple((f"^{name}$", axes) for name, (_, axes, _) in LAYOUTS.items())
+)
+
+
+def normal(shape, seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    if np.issubdtype(dtype, np.complexfloating):
+        x = x + 1j * rng.standard_normal(shape)
+    return jnp.asarray(x, dtype)
+
+
+def tree(seed, dtype=np.float32):
+    return {k: normal(s, 100 * seed + i, dtype) for i, (k, (s, *_)) in
+            enumerate(LAYOUTS.items())}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
+def test_every_matrix_of_every_layout_follows_the_rule(dtype):
+    """Two steps, with a rate that changes and updates of any size."""
+    rates = [0.3, 0.02]
+    with jax.enable_x64(dtype == np.float64):
+        params, first = tree(0, dtype), tree(0, dtype)
+        directions = [tree(1, dtype), jax.tree.map(lambda x: 1e4 * x, tree(2, dtype))]
+        tx = m2.hyperball(lambda count: jnp.asarray(rates)[count], rules=RULES)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for u in directions:
+            updates, state = update(u, state, params)
+            params = optax.apply_updates(params, updates)
+    for name, (_, _, matrices) in LAYOUTS.items():
+        starts, us, ends = (
+            [*map(matrices, map(np.asarray, leaves))]
+            for leaves in (
+                [first[name]],
+                [u[name] for u in directions],
+                [params[name]],
+            )
+        )
+        assert len(starts[0]) == state.radius[name].size, name
+        for i, start in enumerate(starts[0]):
+            want = hyperball(start, [u[i] for u in us], rates)[-1]
+            # A few roundings of the parameters' dtype.
+            bound = 10 * np.finfo(dtype).eps
+            assert relative_error(ends[0][i], want) < bound, name
+    assert int(state.count) == 2
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-6, 0.9, 1.0, 30.0])
+def test_small_and_large_rates(rate):
+    w, u = normal((12, 7), 0), normal((12, 7), 1)
+    tx = m2.hyperball(rate)
+    updates, _ = tx.update({"w": u}, tx.init({"w": w}), {"w": w})
+    want = hyperball(w, [u], [rate])[0] - wide(w)
+    size = np.linalg.norm(wide(w))
+    # float32 sums of squares tell the norm to about 1e-7 of it.
+    assert np.abs(wide(updates["w"]) - want).max() < 3e-7 * size
+
+
+def test_taking_all_of_a_matrix_away_stays_finite():
+    w = {"w": normal((8, 8), 0)}
+    tx = m2.hyperball(1.0)
+    updates, _ = tx.update(w, tx.init(w), w)
+    assert np.all(np.isfinite(updates["w"]))
+
+
+def test_bfloat16_parameters_keep_their_norm_and_do_not_stop():
+    """10,000 steps of one direction: rounding to the nearest leaves the sphere by more,
+    because steps back to it are too small for bfloat16."""
+    shape, rate = (32, 48), 1e-3
+    start, u = normal(shape, 0), normal(shape, 1)
+    tx = m2.hyperball(rate)
+    params = {"w": start.astype(jnp.bfloat16)}
+
+    def body(carry, _):
+        params, state = carry
+        updates, state = tx.update({"w": u}, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), jnp.linalg.norm(params["w"].astype(jnp.float32))
+
+    run = jax.jit(lambda p: jax.lax.scan(body, (p, tx.init(p)), length=10_000))
+    (params, _), norms = run(params)
+    assert params["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(norms, jnp.linalg.norm(start), rtol=1e-3)
+    # The steps are smaller than half a unit in the last place of most entries, and
+    # still lead where float64 goes: to -u.
+    want = hyperball(start, [u] * 10_000, [rate] * 10_000)[-1]
+    assert relative_error(params["w"], want) < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_parameters_take_the_step_to_one_rounding(dtype):
+    w, u = normal((24, 16), 3).astype(dtype), normal((24, 16), 4)
+    tx = m2.hyperball(0.1)
+    state = tx.init({"w": w})
+    assert state.radius["w"].dtype == jnp.float32
+    for given in (u, u.astype(dtype)):
+        updates, _ = tx.update({"w": given}, state, {"w": w})
+        assert updates["w"].dtype == given.dtype
+        got = optax.apply_updates({"w": w}, updates)["w"]
+        want = hyperball(w, [given], [0.1])[0]
+        # Up to one unit in the last place, and the difference is rounded as well.
+        unit = 1.5 * float(jnp.finfo(dtype).eps)
+        size = np.maximum(np.abs(want), np.abs(wide(w)))
+        assert np.all(np.abs(wide(got) - want) <= unit * size + 1e-7)
+
+
+def test_zero_updates_and_zero_matrices_stay():
+    params = {"layers": normal((3, 6, 10), 0).at[1].set(0)}
+    tx = m2.hyperball(0.1, rules=RULES)
+    state = jax.jit(tx.init)(params)  # where no values are known
+    u = {"layers": normal((3, 6, 10), 1).at[2].set(0)}
+    updates, _ = tx.update(u, state, params)
+    assert np.any(updates["layers"][0])
+    assert not np.any(updates["layers"][1:])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_bad_updates_reach_their_matrix_only(bad):
+    params = {"layers": normal((3, 6, 10), 0)}
+    tx = m2.hyperball(0.1, rules=RULES)
+    u = {"layers": normal((3, 6, 10), 1).at[1, 0, 0].set(bad)}
+    updates, _ = tx.update(u, tx.init(params), params)
+    finite = np.isfinite(updates["layers"]).all(axis=(1, 2))
+    assert finite.tolist() == [True, False, True]
+
+
+def test_zero_at_init_is_an_error_that_names_the_leaf():
+    params = {"up": jnp.ones((4, 6)), "layers": normal((3, 6, 10), 0).at[1].set(0)}
+    for factory in (m2.hyperball, m2.muon2_f_h):
+        with pytest.raises(ValueError, match=r"zero: layers\. .*radius="):
+            factory(0.1, rules=RULES_OF_TWO).init(params)
+    state = m2.hyperball(0.1, "init", rules=RULES_OF_TWO).init(params)
+    np.testing.assert_allclose(state.radius["layers"][1], 10**0.5, rtol=1e-6)
+    np.testing.assert_allclose(state.radius["up"], 24**0.5, rtol=1e-6)
+    masked = optax.masked(m2.hyperball(0.1), {"up": True, "layers": False})
+    masked.init(params)
+
+
+RULES_OF_TWO = m2.MatrixRules((("layers", m2.MatrixAxes(-2, -1)),))
+
+
+@pytest.mark.parametrize(
+    "radius, want",
+    [(3.0, [3, 3, 3]), (lambda i, o: i + o / 100, [6.08, 6.04, 6.02])],
+    ids=["number", "function"],
+)
+def test_radius_for_all_matrices(radius, want):
+    params = {"qkv": jnp.zeros((6, 14))}
+    tx = m2.hyperball(0.1, radius, rules=m2.MatrixRules((("qkv", RULES_QKV),)))
+    state = tx.init(params)
+    np.testing.assert_allclose(state.radius["qkv"], want, rtol=1e-6)
+    u = {"qkv": normal((6, 14), 0)}
+    updates, _ = tx.update(u, state, params)
+    sides = np.split(np.asarray(updates["qkv"]), (8, 12), axis=1)
+    for got, direction, r in zip(sides, np.split(u["qkv"], (8, 12), axis=1), want):
+        expected = hyperball(0 * got, [direction], [0.1], r)[0]
+        assert relative_error(got, expected) < 1e-6
+
+
+RULES_QKV = m2.MatrixAxes(0, 1, (8, 4, 2))
+
+
+@pytest.mark.parametrize("radius", ["start", -1.0, 0.0, float("inf")])
+def test_radius_that_is_none(radius):
+    with pytest.raises(ValueError, match="radius"):
+        m2.hyperball(0.1, radius)
+
+
+def test_needs_the_parameters():
+    tx = m2.hyperball(0.1)
+    w = {"w": jnp.ones((4, 4))}
+    with pytest.raises(
+        ValueError, match=r"hyperball .* update\(updates, state, params"
+    ):
+        tx.update(w, tx.init(w))
+    with pytest.raises(ValueError, match="'b' of shape"):
+        tx.init({"b": jnp.ones(4)})
+
+
+def test_abstract_init():
+    shapes = {k: jax.ShapeDtypeStruct(s, "bfloat16") for k, (s, *_) in LAYOUTS.items()}
+    state = jax.eval_shape(m2.hyperball(0.1, rules=RULES).init, shapes)
+    got = {k: (r.shape, r.dtype) for k, r in state.radius.items()}
+    shape = {"kernel": (), "layers": (3,), "experts": (2, 3), "query": (),
+             "per_head": (4,), "qkv": (3,), "layers_qkv": (2, 3), "convolution": (),
+             "last_axis_is_a_batch": (3,)}  # fmt: skip
+    assert got == {k: (s, jnp.float32) for k, s in shape.items()}
+
+
+def test_adam_h_trains_the_named_tables():
+    """AdamW's direction on the sphere, with the matrices' rate and no decay."""
+    params = {"w": normal((8, 12), 0), "lm_head": normal((12, 6), 1),
+              "embed": normal((6, 12), 2), "b": jnp.zeros(12)}  # fmt: skip
+    grads = [
+        {k: normal(x.shape, 10 * t + i) for i, (k, x) in enumerate(params.items())}
+        for t in (1, 2)
+    ]
+    options = {"adam_learning_rate": 0.5, "adam_weight_decay": 0.1, "adam_b2": 0.9}
+    tx, plain = m2.muon_h(0.1, adam_h="lm_head", **options), m2.muon_h(0.1, **options)
+    adam = optax.scale_by_adam(0.9, 0.9, 1e-8)
+    state, plain_state = tx.init(params), plain.init(params)
+    adam_state, directions = adam.init(params["lm_head"]), []
+    got, other = params, params
+    for g in grads:
+        updates, state = jax.jit(tx.update)(g, state, got)
+        got = optax.apply_updates(got, updates)
+        updates, plain_state = jax.jit(plain.update)(g, plain_state, other)
+        other = optax.apply_updates(other, updates)
+        u, adam_state = adam.update(g["lm_head"], adam_state)
+        directions.append(u)
+    want = hyperball(params["lm_head"], directions, [0.1, 0.1])[-1]
+    assert relative_error(got["lm_head"], want) < 1e-5
+    for k in ("w", "embed", "b"):
+        np.testing.assert_array_equal(got[k], other[k], err_msg=k)
+    with pytest.raises(ValueError, match="'b'"):
+        m2.muon_h(0.1, adam_h="^b$").init(params)
+
+
+MESH_LEAVES = {
+    "a/kernel": ((16, 32), P("a", "b")),
+    "b/kernel": ((16, 32), P(None, ("a", "b"))),
+    "c/kernel": ((24, 16), P("b", None)),
+    "layers": ((4, 8, 16), P("a", None, "b")),
+    "layers_qkv": ((2, 16, 8), P("a", "b", None)),
+    "whole/kernel": ((5, 7), P()),
+    "experts": ((8, 6, 4), P(("a", "b"))),
+}
+MESH_RULES = m2.MatrixRules(
+    (
+        ("layers$|experts", m2.MatrixAxes(-2, -1)),
+        ("layers_qkv", m2.MatrixAxes(-1, -2, (6, 6, 4))),
+    )
+)
+
+
+@functools.cache
+def on_mesh(kind):
+    mesh = mesh_of((2, 4), ("a", "b"), kind)
+    shapes = {k: s for k, (s, _) in MESH_LEAVES.items()}
+    specs = {k: s for k, (_, s) in MESH_LEAVES.items()}
+    plain = draw(shapes, 0), draw(shapes, 1)
+    return plain, tuple(place(x, mesh, specs) for x in plain)
+
+
+@KINDS
+def test_one_all_reduce_for_all_leaves(kind):
+    (params, u), (sharded, sharded_u) = on_mesh(kind)
+    tx = m2.hyperball(0.1, rules=MESH_RULES, shardings=known(sharded, kind))
+    state = tx.init(sharded)
+    step = jax.jit(tx.update).lower(sharded_u, state, sharded).compile()
+    moved = collectives(step)
+    matrices = sum(int(np.prod(r.shape)) for r in state.radius.values())
+    assert {k: n for k, (n, _) in moved.items()} == {"all-reduce": 1}
+    assert moved["all-reduce"][1] <= 3 * 4 * matrices
+    updates, new = step(sharded_u, state, sharded)
+    plain = m2.hyperball(0.1, rules=MESH_RULES)
+    want, _ = plain.update(u, plain.init(params), params)
+    for k in params:
+        # Sums in another order.
+        np.testing.assert_allclose(updates[k], want[k], atol=1e-6)
+        same = updates[k].sharding.is_equivalent_to(sharded[k].sharding, u[k].ndim)
+        assert same, k
+        old = state.radius[k].sharding
+        assert new.radius[k].sharding.is_equivalent_to(old, new.radius[k].ndim), k
+
+
+@KINDS
+def test_nothing_moves_for_matrices_that_are_whole(kind):
+    _, (sharded, u) = on_mesh(kind)
+    keys = ("whole/kernel", "experts")
+    sharded, u = ({k: x[k] for k in keys} for x in (sharded, u))
+    rules = m2.MatrixRules((("experts", m2.MatrixAxes(-2, -1)),))
+    tx = m2.hyperball(0.1, rules=rules, shardings=known(sharded, kind))
+    step = jax.jit(tx.update).lower(u, tx.init(sharded), sharded).compile()
+    assert not collectives(step)
+
+
+def test_auto_axes_without_shardings_give_the_same_numbers():
+    (params, u), (sharded, sharded_u) = on_mesh(AUTO)
+    tx = m2.hyperball(0.1, rules=MESH_RULES)
+    got, _ = jax.jit(tx.update)(sharded_u, tx.init(sharded), sharded)
+    want, _ = tx.update(u, tx.init(params), params)
+    for k in params:
+        np.testing.assert_allclose(got[k], want[k], atol=1e-6)
+
+
+def test_inside_shard_map_stacks_are_local():
+    mesh = mesh_of((8,), ("x",), AUTO)
+    params, u = draw({"layers": (8, 6, 10)}, 0), draw({"layers": (8, 6, 10)}, 1)
+    tx = m2.hyperball(0.1, rules=RULES)
+
+    def step(u, params):
+        return tx.update(u, tx.init(params), params)[0]
+
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    assert not collectives(run.lower(u, params).compile())
+    want = step(u, params)["layers"]
+    np.testing.assert_allclose(run(u, params)["layers"], want, atol=1e-6)
+
+
+def test_a_jitted_init_on_explicit_axes_divides_the_radii_as_the_layers():
+    _, (sharded, _) = on_mesh(EXPLICIT)
+    tx = m2.hyperball(0.1, rules=MESH_RULES)
+    state = jax.jit(tx.init)(sharded)
+    assert state.radius["layers"].sharding.spec == P("a")
+    eager = tx.init(sharded)
+    for k, r in eager.radius.items():
+        assert jax.typeof(state.radius[k]) == jax.typeof(r)
+        np.testing.assert_allclose(state.radius[k], r, rtol=1e-6)
