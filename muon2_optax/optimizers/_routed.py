@@ -49,8 +49,10 @@ def routed(
     else:
         tables = MatrixRules(((adam_h, MatrixAxes(-2, -1)), ("", None)))
         on_sphere = hyperball(learning_rate, radius, rules=tables, shardings=shardings)
-        ends = {MATRIX: on_sphere, ADAM: optax.chain(decay, step)}
-        adam = optax.chain(direction, optax.partition(ends, tables.labels))
+        end = optax.partition(
+            {MATRIX: on_sphere, ADAM: optax.chain(decay, step)}, tables.labels
+        )
+        adam = optax.chain(direction, end)
     inner = optax.partition({MATRIX: matrix, ADAM: adam}, rules.labels)
 
     def init_fn(params: optax.Params) -> Any:
