@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import dtypes, inner_products, moments, sharding, trees
+from muon2_optax import dtypes, moments, sharding, trees
 from muon2_optax.arrays import tracing
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.inner_products import InnerProducts, per_matrix
+from muon2_optax.execution import inner_products
+from muon2_optax.execution.inner_products import InnerProducts, per_matrix
 from muon2_optax.orthogonalize import (
     require_matrix,
     required_matrices,
