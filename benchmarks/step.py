@@ -23,6 +23,8 @@ from benchmarks import models, record, timing
 OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon2 K=3": lambda: m2.muon2(0.02),
     "muon2_f K=3": lambda: m2.muon2_f(0.02),
+    # The parameters are zeros here.
+    "muon2_f_h K=3": lambda: m2.muon2_f_h(0.02, radius="init"),
     "muon K=3": lambda: m2.muon(0.02, ns_steps=3),
     "muon K=5": lambda: m2.muon(0.02),
     "muon2 K=3 bf16": lambda: m2.muon2(0.02, ns_dtype=jnp.bfloat16),

@@ -22,6 +22,9 @@ from muon2_optax.orthogonalize import (
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
 
+# Leaves whose inner products are added up by one program.
+ALIKE = 8
+
 Radius = float | str | Callable[[int, int], float] | None
 
 
@@ -127,43 +130,87 @@ def hyperball(
                 " update(updates, state, params)"
             )
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        names, axes, us = required_matrices(rules, updates)
+        names, axes, us, radii = required_matrices(rules, updates, state.radius)
         ws = [w for _, w in trees.named_leaves(params) if not trees.is_empty(w)]
         if len(ws) != len(us):
             raise ValueError(
                 f"the updates have {len(us)} leaves, but the parameters {len(ws)}"
             )
-        products = inner_products.of_pairs(names, ws, us, axes, shardings)
-        rows = iter(zip(ws, products, axes))
+        leaves = [_Leaf(*row) for row in zip(names, axes, ws, us, radii)]
+        factors = iter(zip(leaves, _factors(leaves, rate, shardings)))
 
         def leaf(name: str, u: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-            w, known, axes = next(rows)
-            return _move(w, u, r, known, rate, state.count, axes=axes), r
+            x, (a, b) = next(factors)
+            return _move(x.w, u, a, b, state.count, axes=x.axes), r
 
-        updates, radii = trees.map_leaves(leaf, updates, state.radius)
+        updates, radius = trees.map_leaves(leaf, updates, state.radius)
         count = jnp.asarray(optax.safe_increment(state.count))
-        return updates, HyperballState(count, radii)
+        return updates, HyperballState(count, radius)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+class _Leaf(NamedTuple):
+    name: str
+    axes: ResolvedAxes
+    w: jax.Array
+    u: jax.Array
+    radius: jax.Array
+
+
+def _factors(
+    leaves: Sequence[_Leaf], rate: Any, shardings: Shardings | None
+) -> list[tuple[jax.Array, jax.Array]]:
+    """``step_factors`` of every leaf."""
+    done: list[Any] = [None] * len(leaves)
+    alone: list[int] = []
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if sharding.undivided(x.w, shardings):
+            # Types tell over which axes of a shard_map leaves vary.
+            key = (*map(jax.typeof, (x.w, x.u, x.radius)), x.axes)
+            groups.setdefault(key, []).append(i)
+        else:
+            alone.append(i)
+    for group in groups.values():
+        for low in range(0, len(group), ALIKE):
+            some = group[low : low + ALIKE]
+            for i, found in zip(some, _stacked([leaves[i] for i in some], rate)):
+                done[i] = found
+    columns = zip(*(leaves[i] for i in alone))
+    names, axes, ws, us, radii = columns if alone else ([],) * 5
+    found = inner_products.of_pairs(names, ws, us, axes, shardings)
+    for i, radius, known in zip(alone, radii, found):
+        done[i] = step_factors(radius, known, rate)
+    return done
+
+
+def _stacked(leaves: Sequence[_Leaf], rate: Any) -> list[tuple[jax.Array, jax.Array]]:
+    """The same for leaves alike on one device."""
+    known = inner_products.of_alike(
+        [x.w for x in leaves], [x.u for x in leaves], leaves[0].axes
+    )
+    factors = step_factors(jnp.stack([x.radius for x in leaves]), known, rate)
+    # XLA would cut the stacks into leaves again, with programs for each.
+    of_w, of_u = jax.lax.optimization_barrier(factors)
+    return [(of_w[k], of_u[k]) for k in range(len(leaves))]
 
 
 @tracing.once
 def _move(
     w: jax.Array,
     u: jax.Array,
-    radius: jax.Array,
-    known: InnerProducts,
-    rate: Any,
+    of_w: jax.Array,
+    of_u: jax.Array,
     count: jax.Array,
     *,
     axes: ResolvedAxes,
 ) -> jax.Array:
-    """R n(w - rate R n(u)) - w, in the dtype of u.
+    """a w - b u, in the dtype of u.
 
     To parameters of 16 bits a step back to the sphere is too small to be seen, and
     their norm would drift until it is not: they are rounded with a dither.
     """
-    of_w, of_u = steps_on_sphere(radius, known, rate)
     wide = dtypes.compute_dtype(jnp.promote_types(w.dtype, u.dtype))
     old = w.astype(wide)
     move = per_matrix(of_w, axes) * old - per_matrix(of_u, axes) * u.astype(wide)
@@ -172,7 +219,7 @@ def _move(
     return move.astype(u.dtype)
 
 
-def steps_on_sphere(
+def step_factors(
     radius: jax.Array, known: InnerProducts, rate: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Factors a and b with R n(w - rate R n(u)) - w = a w - b u.

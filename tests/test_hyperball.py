@@ -336,6 +336,23 @@ def test_auto_axes_without_shardings_give_the_same_numbers():
         np.testing.assert_allclose(got[k], want[k], atol=1e-6)
 
 
+def test_leaves_alike_on_one_device_are_what_each_is_alone():
+    """There they share programs: 11 of one kind, in groups of 8."""
+    layouts = {"qkv": RULES_QKV, "layers": m2.MatrixAxes(-2, -1)}
+    rules = m2.MatrixRules(tuple(layouts.items()))
+    shapes = {f"qkv{i}": (6, 14) for i in range(11)}
+    shapes |= {f"layers{i}": (3, 6, 10) for i in range(2)} | {"w": (6, 14)}
+    params, u = draw(shapes, 0), draw(shapes, 1)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AUTO,))
+    one = m2.Shardings(mesh, tuple((k, P()) for k in shapes))
+    tx, plain = (m2.hyperball(0.1, rules=rules, shardings=s) for s in (one, None))
+    state = tx.init(params)
+    got, _ = jax.jit(tx.update)(u, state, params)
+    want, _ = jax.jit(plain.update)(u, state, params)
+    for k in params:
+        np.testing.assert_allclose(got[k], want[k], atol=1e-6, err_msg=k)
+
+
 def test_inside_shard_map_stacks_are_local():
     mesh = mesh_of((8,), ("x",), AUTO)
     params, u = draw({"layers": (8, 6, 10)}, 0), draw({"layers": (8, 6, 10)}, 1)
