@@ -1,7 +1,11 @@
 """Muon^2 and its relatives as composable Optax gradient transformations."""
 
 from muon2_optax import diagnostics as diagnostics
+from muon2_optax.attention import qk_clip as qk_clip
 from muon2_optax.axes import MatrixAxes as MatrixAxes
+from muon2_optax.look_ahead import ema_nesterov as ema_nesterov
+from muon2_optax.look_ahead import ema_nesterov_eval_params as ema_nesterov_eval_params
+from muon2_optax.look_ahead import ema_nesterov_schedule as ema_nesterov_schedule
 from muon2_optax.moments import scale_by_momentum as scale_by_momentum
 from muon2_optax.moments import scale_by_second_moment as scale_by_second_moment
 from muon2_optax.optimizers import REGISTRY as REGISTRY
@@ -13,6 +17,7 @@ from muon2_optax.optimizers import muon2_f as muon2_f
 from muon2_optax.optimizers import muon2_f_h as muon2_f_h
 from muon2_optax.optimizers import muon2_h as muon2_h
 from muon2_optax.optimizers import muon_bp as muon_bp
+from muon2_optax.optimizers import muon_eq as muon_eq
 from muon2_optax.optimizers import muon_h as muon_h
 from muon2_optax.optimizers import normuon as normuon
 from muon2_optax.optimizers import teon as teon
@@ -24,6 +29,7 @@ from muon2_optax.optimizers.muon2_f import (
 )
 from muon2_optax.optimizers.muon_bp import in_blocks as in_blocks
 from muon2_optax.optimizers.muon_bp import periodically as periodically
+from muon2_optax.optimizers.muon_eq import equilibrate as equilibrate
 from muon2_optax.optimizers.teon import orthogonalize_jointly as orthogonalize_jointly
 from muon2_optax.orthogonalize import newton_schulz as newton_schulz
 from muon2_optax.orthogonalize import (
@@ -48,6 +54,7 @@ from muon2_optax.schedules.fitting import (
     polar_express_coefficients as polar_express_coefficients,
 )
 from muon2_optax.sharding import Shardings as Shardings
+from muon2_optax.weights import add_cautious_weight_decay as add_cautious_weight_decay
 from muon2_optax.weights import hyperball as hyperball
 
 __version__ = "0.1.0"

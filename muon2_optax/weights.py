@@ -1,4 +1,4 @@
-"""What happens to the weights' size: spheres of constant norm in place of decay."""
+"""What happens to the weights' size: cautious decay, or spheres of constant norm."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import dtypes, moments, sharding, trees
-from muon2_optax.arrays import tracing
+from muon2_optax import moments, sharding, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.execution import inner_products
-from muon2_optax.execution.inner_products import InnerProducts, per_matrix
+from muon2_optax.execution import inner_products, on_sphere
 from muon2_optax.orthogonalize import (
     require_matrix,
     required_matrices,
@@ -21,9 +19,6 @@ from muon2_optax.orthogonalize import (
 )
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
-
-# Leaves whose inner products are added up by one program.
-ALIKE = 8
 
 Radius = float | str | Callable[[int, int], float] | None
 
@@ -136,12 +131,12 @@ def hyperball(
             raise ValueError(
                 f"the updates have {len(us)} leaves, but the parameters {len(ws)}"
             )
-        leaves = [_Leaf(*row) for row in zip(names, axes, ws, us, radii)]
-        factors = iter(zip(leaves, _factors(leaves, rate, shardings)))
+        leaves = [on_sphere.Leaf(*row) for row in zip(names, axes, ws, us, radii)]
+        factors = iter(zip(leaves, on_sphere.factors(leaves, rate, shardings)))
 
         def leaf(name: str, u: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
             x, (a, b) = next(factors)
-            return _move(x.w, u, a, b, state.count, axes=x.axes), r
+            return on_sphere.move(x.w, u, a, b, state.count, axes=x.axes), r
 
         updates, radius = trees.map_leaves(leaf, updates, state.radius)
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -150,100 +145,78 @@ def hyperball(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-class _Leaf(NamedTuple):
-    name: str
-    axes: ResolvedAxes
-    w: jax.Array
-    u: jax.Array
-    radius: jax.Array
+class CautiousWeightDecayState(NamedTuple):
+    """count: int32 scalar, for a schedule."""
+
+    count: jax.Array
 
 
-def _factors(
-    leaves: Sequence[_Leaf], rate: Any, shardings: Shardings | None
-) -> list[tuple[jax.Array, jax.Array]]:
-    """``step_factors`` of every leaf."""
-    done: list[Any] = [None] * len(leaves)
-    alone: list[int] = []
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        if sharding.undivided(x.w, shardings):
-            # Types tell over which axes of a shard_map leaves vary.
-            key = (*map(jax.typeof, (x.w, x.u, x.radius)), x.axes)
-            groups.setdefault(key, []).append(i)
-        else:
-            alone.append(i)
-    for group in groups.values():
-        for low in range(0, len(group), ALIKE):
-            some = group[low : low + ALIKE]
-            for i, found in zip(some, _stacked([leaves[i] for i in some], rate)):
-                done[i] = found
-    columns = zip(*(leaves[i] for i in alone))
-    names, axes, ws, us, radii = columns if alone else ([],) * 5
-    found = inner_products.of_pairs(names, ws, us, axes, shardings)
-    for i, radius, known in zip(alone, radii, found):
-        done[i] = step_factors(radius, known, rate)
-    return done
+def add_cautious_weight_decay(
+    weight_decay: optax.ScalarOrSchedule = 0.0, mask: Any = None
+) -> optax.GradientTransformation:
+    """Weight decay of the entries that the update shrinks as well.
 
+    Stands where ``optax.add_decayed_weights`` stands, before the learning rate: the
+    update u that will be subtracted from the parameter p becomes ``u + weight_decay p``
+    where u and p have the same sign, and stays u elsewhere. For complex entries, the
+    same sign is ``Re(conj(u) p) > 0``, which a common phase does not change.
 
-def _stacked(leaves: Sequence[_Leaf], rate: Any) -> list[tuple[jax.Array, jax.Array]]:
-    """The same for leaves alike on one device."""
-    known = inner_products.of_alike(
-        [x.w for x in leaves], [x.u for x in leaves], leaves[0].axes
-    )
-    factors = step_factors(jnp.stack([x.radius for x in leaves]), known, rate)
-    # XLA would cut the stacks into leaves again, with programs for each.
-    of_w, of_u = jax.lax.optimization_barrier(factors)
-    return [(of_w[k], of_u[k]) for k in range(len(leaves))]
+    Args:
+      weight_decay: rate or schedule.
+      mask: tree of bools, or function from parameters to one, as in
+        ``optax.add_decayed_weights``.
 
+    Returns:
+      The transform. Without a schedule its state is empty.
 
-@tracing.once
-def _move(
-    w: jax.Array,
-    u: jax.Array,
-    of_w: jax.Array,
-    of_u: jax.Array,
-    count: jax.Array,
-    *,
-    axes: ResolvedAxes,
-) -> jax.Array:
-    """a w - b u, in the dtype of u.
+    Raises:
+      ValueError: on update, no ``params``.
 
-    To parameters of 16 bits a step back to the sphere is too small to be seen, and
-    their norm would drift until it is not: they are rounded with a dither.
+    References:
+      Chen et al. 2025, "Cautious Weight Decay", arXiv:2510.12402.
+
+    >>> import jax.numpy as jnp
+    >>> tx = add_cautious_weight_decay(0.5)
+    >>> p, u = jnp.array([2.0, -2.0, 2.0]), jnp.array([1.0, 1.0, 0.0])
+    >>> tx.update(u, tx.init(p), p)[0].tolist()
+    [2.0, 1.0, 0.0]
     """
-    wide = dtypes.compute_dtype(jnp.promote_types(w.dtype, u.dtype))
-    old = w.astype(wide)
-    move = per_matrix(of_w, axes) * old - per_matrix(of_u, axes) * u.astype(wide)
-    if w.dtype.itemsize < wide.itemsize:
-        move = dtypes.round_with_dither(old + move, w.dtype, count) - old
-    return move.astype(u.dtype)
+
+    def init_fn(params: optax.Params) -> Any:
+        del params
+        if callable(weight_decay):
+            return CautiousWeightDecayState(jnp.zeros([], jnp.int32))
+        return optax.EmptyState()
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
+        if params is None:
+            raise ValueError(
+                "add_cautious_weight_decay needs the parameters: call"
+                " update(updates, state, params)"
+            )
+        rate, new = weight_decay, state
+        if callable(weight_decay):
+            rate = weight_decay(state.count)
+            count = jnp.asarray(optax.safe_increment(state.count))
+            new = CautiousWeightDecayState(count)
+        elif isinstance(weight_decay, (int, float)) and weight_decay == 0:
+            return updates, new
+
+        def leaf(u: Any, p: Any) -> Any:
+            return None if u is None else u + jnp.where(_agree(u, p), rate * p, 0)
+
+        return jax.tree.map(leaf, updates, params, is_leaf=lambda x: x is None), new
+
+    tx = optax.GradientTransformation(init_fn, update_fn)
+    return tx if mask is None else optax.masked(tx, mask)
 
 
-def step_factors(
-    radius: jax.Array, known: InnerProducts, rate: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Factors a and b with R n(w - rate R n(u)) - w = a w - b u.
-
-    From the inner products (of x = w and y = u), so that w and u are read once for
-    these and once for the step. In units of R, the squared norm q^2 of what is scaled
-    back to the sphere is 1 - d, and a = 1 / q - 1 is d / (q (1 + q)): without the
-    difference of two numbers near 1, which would lose a small rate.
-    """
-    dtype, held = radius.dtype, radius > 0
-    r = jnp.where(held, radius, 1)
-    norm_u = jnp.sqrt(known.yy)
-    moves = norm_u != 0  # NaN moves
-    rate = jnp.asarray(rate, dtype)
-    per_u = 1 / jnp.where(moves, norm_u, 1)
-    size = jnp.sqrt(known.xx) / r
-    along = known.xy * per_u / r
-    turn = rate * (2 * along - rate)
-    d, q2 = (1 - size) * (1 + size) + turn, size * size - turn
-    # Where all of w is taken away, only rounding is left of q^2.
-    numbers = jnp.finfo(dtype)
-    q = jnp.sqrt(jnp.maximum(q2, numbers.eps * size * size + numbers.tiny))
-    go = moves & held
-    return jnp.where(go, d / (q * (1 + q)), 0), jnp.where(go, rate * r * per_u / q, 0)
+def _agree(u: jax.Array, p: jax.Array) -> jax.Array:
+    """Where subtracting u shrinks p."""
+    if jnp.iscomplexobj(u) or jnp.iscomplexobj(p):
+        return (jnp.conj(u) * p).real > 0
+    # No product: it may be too small for the dtype.
+    return ((u > 0) & (p > 0)) | ((u < 0) & (p < 0))
 
 
 def _norms(p: Any, axes: ResolvedAxes) -> jax.Array:

@@ -337,7 +337,7 @@ def test_auto_axes_without_shardings_give_the_same_numbers():
 
 
 def test_leaves_alike_on_one_device_are_what_each_is_alone():
-    """There they share programs: 11 of one kind, in groups of 8."""
+    """There they share programs: 11 of one kind, in groups of 8 (24 blocks)."""
     layouts = {"qkv": RULES_QKV, "layers": m2.MatrixAxes(-2, -1)}
     rules = m2.MatrixRules(tuple(layouts.items()))
     shapes = {f"qkv{i}": (6, 14) for i in range(11)}

@@ -14,6 +14,7 @@ from muon2_optax.optimizers.muon import muon as muon
 from muon2_optax.optimizers.muon2 import muon2 as muon2
 from muon2_optax.optimizers.muon2_f import muon2_f as muon2_f
 from muon2_optax.optimizers.muon_bp import muon_bp as muon_bp
+from muon2_optax.optimizers.muon_eq import muon_eq as muon_eq
 from muon2_optax.optimizers.normuon import normuon as normuon
 from muon2_optax.optimizers.teon import teon as teon
 
@@ -28,6 +29,7 @@ REGISTRY: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = (
             "dion": dion,
             "muon_bp": muon_bp,
             "teon": teon,
+            "muon_eq": muon_eq,
             "muon_h": muon_h,
             "muon2_h": muon2_h,
             "muon2_f_h": muon2_f_h,

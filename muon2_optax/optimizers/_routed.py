@@ -9,7 +9,15 @@ from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 from muon2_optax.sharding import Shardings
 from muon2_optax.state_sharding import settled
-from muon2_optax.weights import Radius, hyperball
+from muon2_optax.weights import Radius, add_cautious_weight_decay, hyperball
+
+
+def decayed(
+    weight_decay: optax.ScalarOrSchedule, mask: Any, cautious: bool
+) -> optax.GradientTransformation:
+    """Weight decay of all entries, or of those that the update shrinks as well."""
+    add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
+    return add(weight_decay, mask)
 
 
 def routed(
@@ -23,6 +31,7 @@ def routed(
     adam_eps: float,
     adam_weight_decay: float,
     weight_decay_mask: Any,
+    cautious_weight_decay: bool,
     mu_dtype: Any,
     shardings: Shardings | None = None,
     adam_h: str | None = None,
@@ -42,7 +51,7 @@ def routed(
     direction = scale_by_second_moment(
         adam_b1, adam_b2, adam_eps, bias_correction=True, mu_dtype=mu_dtype
     )
-    decay = optax.add_decayed_weights(adam_weight_decay, weight_decay_mask)
+    decay = decayed(adam_weight_decay, weight_decay_mask, cautious_weight_decay)
     step = optax.scale_by_learning_rate(adam_learning_rate)
     if adam_h is None:
         adam = optax.chain(direction, decay, step)

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     rules_or_default,
@@ -31,6 +31,7 @@ def adamuon(
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
     mu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float = 0.9,
@@ -76,7 +77,7 @@ def adamuon(
         ),
         scale_by_output_second_moment(b2, eps, nu_dtype=nu_dtype),
         scale_to_rms(rms, eps, rules=rules),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     return routed(
@@ -89,6 +90,7 @@ def adamuon(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
         shardings=shardings,
     )

@@ -15,7 +15,7 @@ from muon2_optax.arrays import stacks
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.iteration import adjoint, product
-from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -195,6 +195,7 @@ def dion(
     seed: int = 0,
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
     mu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float = 0.9,
@@ -237,7 +238,7 @@ def dion(
             rules=rules,
         ),
         scale_by_shape(shape_scale, rules=rules),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     return routed(
@@ -250,5 +251,6 @@ def dion(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
     )

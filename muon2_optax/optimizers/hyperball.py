@@ -36,6 +36,7 @@ def muon_h(
     adam_eps: float = 1e-8,
     adam_weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon on the hyperball for the matrices, AdamW for the rest.
 
@@ -55,8 +56,7 @@ def muon_h(
       adam_h: regular expression of the paths that AdamH trains among those that are no
         matrices: AdamW's direction on the hyperball, with ``learning_rate`` and without
         decay. Each must be a table of rank 2, or a stack of tables: ``"lm_head"``.
-      weight_decay_mask: which leaves AdamW decays, as in
-        ``optax.add_decayed_weights``.
+      weight_decay_mask, cautious_weight_decay: as in ``muon2``, for AdamW.
 
     The others, and the return value, are those of ``muon``.
 
@@ -88,6 +88,7 @@ def muon_h(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
         shardings=shardings,
         adam_h=adam_h,
@@ -118,6 +119,7 @@ def muon2_h(
     adam_eps: float = 1e-8,
     adam_weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon^2 on the hyperball for the matrices, AdamW for the rest.
 
@@ -162,6 +164,7 @@ def muon2_h(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
         shardings=shardings,
         adam_h=adam_h,
@@ -191,6 +194,7 @@ def muon2_f_h(
     adam_eps: float = 1e-8,
     adam_weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon^2-F on the hyperball for the matrices, AdamW for the rest.
 
@@ -236,6 +240,7 @@ def muon2_f_h(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
         shardings=shardings,
         adam_h=adam_h,

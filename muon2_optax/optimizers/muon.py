@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     rules_or_default,
@@ -28,6 +28,7 @@ def muon(
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
     mu_dtype: Any = None,
     dampening: float | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
@@ -73,7 +74,7 @@ def muon(
             ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
         ),
         scale_by_shape(shape_scale, rules=rules),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     return routed(
@@ -86,6 +87,7 @@ def muon(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
         shardings=shardings,
     )

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from muon2_optax.moments import scale_by_second_moment
-from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     rules_or_default,
@@ -31,6 +31,7 @@ def muon2(
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
@@ -73,6 +74,8 @@ def muon2(
         ``Shardings``.
       weight_decay_mask: tree of bools, or function from parameters to one, as in
         ``optax.add_decayed_weights``; for both groups.
+      cautious_weight_decay: decay only entries that the update shrinks as well, in both
+        groups, as the published codes do; see ``add_cautious_weight_decay``.
       mu_dtype: dtype of the momenta of both groups; None: the parameters'.
       nu_dtype: dtype of V; None: float32.
       adam_learning_rate: step size or schedule of AdamW, None: ``learning_rate``.
@@ -107,7 +110,7 @@ def muon2(
             ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
         ),
         scale_by_shape(shape_scale, rules=rules),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     return routed(
@@ -120,6 +123,7 @@ def muon2(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
         shardings=shardings,
     )

@@ -12,7 +12,7 @@ from muon2_optax.arrays import tracing
 from muon2_optax.arrays.stacks import even
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import mean_squares
-from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     require_matrix,
@@ -238,6 +238,7 @@ def muon2_f(
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
     mu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float = 0.9,
@@ -281,7 +282,7 @@ def muon2_f(
             ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
         ),
         scale_by_shape(shape_scale, rules=rules),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     return routed(
@@ -294,6 +295,7 @@ def muon2_f(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
         shardings=shardings,
     )

@@ -11,7 +11,7 @@ from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     required_matrices,
@@ -144,6 +144,7 @@ def muon_bp(
     shape_scale: str = "match_rms",
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
     mu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float = 0.9,
@@ -188,7 +189,7 @@ def muon_bp(
     matrix = optax.chain(
         scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
         periodically(whole, in_blocks(blocks, block_grid, rules=rules), period),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     return routed(
@@ -201,6 +202,7 @@ def muon_bp(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
     )
 

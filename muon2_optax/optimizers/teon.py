@@ -14,7 +14,7 @@ from muon2_optax import dtypes, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.orthogonalize import required_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -146,6 +146,7 @@ def teon(
     shape_scale: str = "spectral",
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
     mu_dtype: Any = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float = 0.9,
@@ -182,7 +183,7 @@ def teon(
             joint, group_size, ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
         ),
         scale_by_shape(shape_scale, rules=rules),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     return routed(
@@ -195,5 +196,6 @@ def teon(
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
         weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
     )

@@ -1,0 +1,201 @@
+"""MuonEq: rows and columns of the momentum are equalized before Newton-Schulz."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from muon2_optax import dtypes, trees
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.orthogonalize import (
+    newton_schulz_orthogonalize,
+    require_matrix,
+    rules_or_default,
+)
+from muon2_optax.rules import MatrixRules
+from muon2_optax.scaling import scale_by_shape
+from muon2_optax.sharding import Shardings
+
+FORMS = ("roots", "sweeps")
+# The second form's number of sweeps, and how far one of them scales a row or a column.
+SWEEPS, LARGEST = 2, 4.0
+
+
+def equilibrate(
+    form: str = "roots", *, rules: MatrixRules | None = None
+) -> optax.GradientTransformation:
+    """Scales the rows and the columns of each matrix towards equal sizes.
+
+    The stateless rival of ``factorized_second_moment``: the statistics are those of
+    the matrix itself, not an average over steps. Stands before
+    ``newton_schulz_orthogonalize``.
+
+    Args:
+      form: one of
+
+        - ``"roots"``: ``diag(M M^T)^(-1/4) M diag(M^T M)^(-1/4)``: each row and each
+          column is divided by the root of its own norm, both norms taken from M,
+        - ``"sweeps"``: M is brought to a root mean square of 1, then twice every row
+          and every column is divided by its root mean square, held within 1/4 and 4.
+
+      rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      A stateless transform. Updates keep their dtype, and do not depend on the size of
+      M (1e-30 to 1e30 in float32). Zero rows, columns and matrices stay zero.
+
+    Raises:
+      ValueError: an unknown form; on update, a leaf that is not a matrix.
+
+    References:
+      "MuonEq", arXiv:2603.28254, for the first form; the second is that of the Arbor
+      optimizer.
+
+    >>> import jax.numpy as jnp
+    >>> tx = equilibrate()
+    >>> m = {"w": jnp.array([[1.0, 0.0], [0.0, 100.0]])}
+    >>> updates, _ = tx.update(m, tx.init(m))
+    >>> bool(jnp.allclose(updates["w"], jnp.eye(2)))
+    True
+    """
+    rules = rules_or_default(rules)
+    if not isinstance(form, str) or form not in FORMS:
+        raise ValueError(f"unknown form {form!r}; known: {FORMS}")
+    scale = _by_roots if form == "roots" else _by_sweeps
+
+    def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
+        del params
+
+        def leaf(name: str, m: jax.Array) -> tuple[jax.Array]:
+            axes = require_matrix(rules, name, m)
+            wide = m.astype(dtypes.compute_dtype(m.dtype))
+            # Entries of at most 1: their squares are in the range of float32.
+            x = wide / _positive(_largest(wide, axes))
+            return (dtypes.narrow(scale(x, axes), m.dtype),)
+
+        return trees.map_leaves(leaf, updates)[0]
+
+    return optax.stateless(update_fn)
+
+
+def _by_roots(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    rows, columns = _mean_squares(x, axes)
+    sizes = jnp.asarray(axes.per_output(axes.splits), rows.dtype)
+    # The fourth roots of the sums are the roots of the norms.
+    roots = (rows * sizes) ** 0.25 * (columns * axes.fan_in) ** 0.25
+    return x / _positive(roots)
+
+
+def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    rows, _ = _mean_squares(x, axes)
+    # Means over the rows' means; every block's is where the block's outputs are.
+    size = jnp.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
+    x = x / _positive(size)
+    for _ in range(SWEEPS):
+        x = x / _held(_mean_squares(x, axes)[0])
+        x = x / _held(_mean_squares(x, axes)[1])
+    return x
+
+
+def _held(mean_square: jax.Array) -> jax.Array:
+    """What a row or column is divided by; zero ones stay zero whatever it is."""
+    return jnp.clip(jnp.sqrt(mean_square), 1 / LARGEST, LARGEST)
+
+
+def _mean_squares(x: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
+    """Of rows (along the outputs, for each block) and of columns, to divide x by."""
+    square = dtypes.squared_magnitude(x)
+    sizes = jnp.asarray(axes.per_output(axes.splits), square.dtype)
+    rows = axes.by_block(axes.sums(square / sizes, axes.outs))
+    return rows, jnp.sum(square / axes.fan_in, axis=axes.ins, keepdims=True)
+
+
+def _largest(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    """The largest magnitude of each matrix, to divide x by."""
+    columns = jnp.max(jnp.abs(x), axis=axes.ins, keepdims=True)
+    blocks = range(len(axes.splits))
+    owners = jnp.asarray(axes.per_output(blocks))
+    largest = [
+        jnp.max(jnp.where(owners == k, columns, 0), axis=axes.outs, keepdims=True)
+        for k in blocks
+    ]
+    return axes.by_block(largest)
+
+
+def _positive(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, 1, x)
+
+
+def muon_eq(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    weight_decay: float = 0.0,
+    *,
+    form: str = "roots",
+    ns_steps: int = 5,
+    ns_coeffs: Any = "keller",
+    ns_dtype: Any = None,
+    nesterov: bool = True,
+    shape_scale: str = "keller",
+    rules: MatrixRules | None = None,
+    shardings: Shardings | None = None,
+    weight_decay_mask: Any = None,
+    cautious_weight_decay: bool = False,
+    mu_dtype: Any = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps: float = 1e-8,
+    adam_weight_decay: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonEq for the matrices, AdamW for the rest.
+
+    For each matrix W with gradient G::
+
+        M = b1 M + (1 - b1) G
+        N = b1 M + (1 - b1) G
+        E = diag(N N^T)^(-1/4) N diag(N^T N)^(-1/4)
+        O = NewtonSchulz(E, K)
+        W = W - learning_rate * (sqrt(max(1, fan_out / fan_in)) * O + weight_decay * W)
+
+    Args:
+      form: how rows and columns are equalized; see ``equilibrate``.
+
+    The others, and the return value, are those of ``muon``.
+
+    References:
+      "MuonEq", arXiv:2603.28254.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+    >>> tx = muon_eq(learning_rate=0.02, adam_learning_rate=3e-3)
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    """
+    rules = rules_or_default(rules)
+    matrix = optax.chain(
+        scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
+        equilibrate(form, rules=rules),
+        newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+        ),
+        scale_by_shape(shape_scale, rules=rules),
+        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return routed(
+        matrix,
+        rules,
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        cautious_weight_decay=cautious_weight_decay,
+        mu_dtype=mu_dtype,
+        shardings=shardings,
+    )
