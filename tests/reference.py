@@ -152,6 +152,50 @@ def hyperball(w, directions, rates, radius=None):
     return path
 
 
+def cautious_decay(u, p, weight_decay):
+    """u + weight_decay p where subtracting u shrinks p, entry by entry."""
+    u, p = wide(u), wide(p)
+    return np.where((np.conj(u) * p).real > 0, u + weight_decay * p, u)
+
+
+def equalize_by_roots(m):
+    """diag(M M^H)^(-1/4) M diag(M^H M)^(-1/4), with zero rows and columns kept."""
+    m = wide(m)
+    rows = np.diag(m @ m.conj().T).real
+    columns = np.diag(m.conj().T @ m).real
+    rows, columns = (np.where(x > 0, x, 1.0) ** -0.25 for x in (rows, columns))
+    return np.diag(rows) @ m @ np.diag(columns)
+
+
+def equalize_by_sweeps(m):
+    """RMS 1, then twice each output and each input over its RMS within [1/4, 4]."""
+    m = wide(m)
+    m = m / (np.sqrt(np.mean(np.abs(m) ** 2)) or 1.0)
+    for _ in range(2):
+        for j in range(m.shape[1]):
+            m[:, j] /= min(max(np.sqrt(np.mean(np.abs(m[:, j]) ** 2)), 0.25), 4.0)
+        for i in range(m.shape[0]):
+            m[i, :] /= min(max(np.sqrt(np.mean(np.abs(m[i, :]) ** 2)), 0.25), 4.0)
+    return m
+
+
+def ema_nesterov(x, step_from, betas, decay):
+    """Iterates x and the points x + beta m: x+ = A(x + beta m), A given by its step.
+
+    ``step_from(t, point)`` is A(point) - point; ``betas`` has one more entry than there
+    are steps, the last for the point after them.
+    """
+    x, m = wide(x), np.zeros_like(wide(x))
+    iterates, points = [x], [x + betas[0] * m]
+    for t, beta in enumerate(betas[1:]):
+        new = points[-1] + step_from(t, points[-1])
+        m = decay * m + (1 - decay) * (new - x)
+        x = new
+        iterates.append(x)
+        points.append(x + beta * m)
+    return iterates, points
+
+
 def spectral(fan_in, fan_out):
     return math.sqrt(fan_out / fan_in)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import make_golden
 import numpy as np
 import optax
 import pytest
@@ -87,6 +88,30 @@ def _dion(mu, q_rows, power_iters=1, **kw):
     return m2.dion(b1=mu, rules=ONE_MATRIX, **kw)
 
 
+def _muon_h(momentum, **kw):
+    return m2.muon_h(b1=momentum, rules=ONE_MATRIX, **kw)
+
+
+def _muon2_h(beta1, beta2, **kw):
+    return m2.muon2_h(b1=beta1, b2=beta2, rules=ONE_MATRIX, **kw)
+
+
+def _muon2_f_h(beta1, beta2, **kw):
+    return m2.muon2_f_h(b1=beta1, b2=beta2, rules=ONE_MATRIX, **kw)
+
+
+def _muon_eq(momentum, **kw):
+    return m2.muon_eq(b1=momentum, rules=ONE_MATRIX, **kw)
+
+
+def _muon_cautious(momentum, **kw):
+    return m2.muon(b1=momentum, rules=ONE_MATRIX, cautious_weight_decay=True, **kw)
+
+
+def _muon_ema_nesterov(momentum, beta, decay, **kw):
+    return m2.ema_nesterov(m2.muon(b1=momentum, rules=ONE_MATRIX, **kw), beta, decay)
+
+
 # method -> optimizer from the file's hyperparameters (every one must be used)
 TRAJECTORIES = {
     "muon_keller": _muon,
@@ -105,6 +130,14 @@ TRAJECTORIES = {
     "dion": _dion,
     # The reference without the transposed branch: the first Q says which side it is on.
     "dion_simple": _dion,
+    # Written by make_golden.
+    "muon_h": _muon_h,
+    "muon2_h": _muon2_h,
+    "muon2f_h": _muon2_f_h,
+    "muon_eq_roots": _muon_eq,
+    "muon_eq_sweeps": _muon_eq,
+    "muon_cautious": _muon_cautious,
+    "muon_ema_nesterov": _muon_ema_nesterov,
 }
 
 # method -> function of (x, steps, **the file's other hyperparameters)
@@ -185,6 +218,17 @@ def test_float64(path):
 def test_float32(path):
     # The file's own bound: max(1e-4, 20 x the float32 noise of the published code).
     assert _replay(path, jnp.float32) < _load(path)[1]["tol_f32"]
+
+
+def test_our_own_files_are_what_the_formulas_give():
+    for path, want in make_golden.files():
+        got = np.load(path)
+        assert set(got.files) == set(want), path.name
+        for key in want:
+            if want[key].dtype.kind == "U":
+                assert str(got[key]) == str(want[key]), (path.name, key)
+            else:  # other BLAS libraries round otherwise
+                np.testing.assert_allclose(got[key], want[key], rtol=1e-9, atol=1e-12)
 
 
 def test_every_method_has_its_files():

@@ -38,8 +38,10 @@ def equilibrate(
 
         - ``"roots"``: ``diag(M M^T)^(-1/4) M diag(M^T M)^(-1/4)``: each row and each
           column is divided by the root of its own norm, both norms taken from M,
-        - ``"sweeps"``: M is brought to a root mean square of 1, then twice every row
-          and every column is divided by its root mean square, held within 1/4 and 4.
+        - ``"sweeps"``: M is brought to a root mean square of 1, then twice the weights
+          of every output and those of every input are divided by their root mean
+          square, held within 1/4 and 4. (Outputs first: published codes, which store
+          them as rows, begin with the rows.)
 
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
@@ -95,8 +97,8 @@ def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     size = jnp.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
     x = x / _positive(size)
     for _ in range(SWEEPS):
-        x = x / _held(_mean_squares(x, axes)[0])
         x = x / _held(_mean_squares(x, axes)[1])
+        x = x / _held(_mean_squares(x, axes)[0])
     return x
 
 
