@@ -335,6 +335,25 @@ def test_two_passes_and_no_copy():
 
 
 @KINDS
+def test_sixteen_bit_parameters_are_rounded_the_same_on_a_mesh(kind):
+    mesh = mesh_of((2, 4), ("a", "b"), kind)
+    specs = {"w": P("a", "b"), "layers": P(None, "b", "a")}
+    shapes = {"w": (16, 32), "layers": (3, 8, 6)}
+    params, u = draw(shapes, 0), draw(shapes, 1)
+    params = {k: x.astype(jnp.bfloat16) for k, x in params.items()}
+    rules = m2.MatrixRules((("layers", m2.MatrixAxes(-2, -1)),))
+    plain = m2.hyperball(0.01, rules=rules)
+    want, _ = jax.jit(plain.update)(u, plain.init(params), params)
+    sharded, placed = place(params, mesh, specs), place(u, mesh, specs)
+    tx = m2.hyperball(0.01, rules=rules, shardings=known(sharded, kind))
+    got, _ = jax.jit(tx.update)(placed, tx.init(sharded), sharded)
+    for k in shapes:
+        # Sums in another order: an entry at its threshold may go the other way.
+        assert np.mean(np.asarray(got[k]) != np.asarray(want[k])) < 0.01
+        assert jax.typeof(got[k]).sharding == jax.typeof(placed[k]).sharding
+
+
+@KINDS
 def test_nothing_moves_for_matrices_that_are_whole(kind):
     _, (sharded, u) = on_mesh(kind)
     keys = ("whole/kernel", "experts")

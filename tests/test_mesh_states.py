@@ -40,7 +40,9 @@ def shardings_of(tree):
 
 
 @KINDS
-@pytest.mark.parametrize("name", ["muon", "muon2", "muon2_f", "normuon", "adamuon"])
+@pytest.mark.parametrize(
+    "name", ["muon", "muon2", "muon2_f", "normuon", "adamuon", "muon2_f_h"]
+)
 def test_state_keeps_its_sharding_and_the_step_compiles_once(name, kind):
     mesh = mesh_of((8,), ("x",), kind)
     tree, sharded = params_on(mesh)
@@ -73,7 +75,9 @@ def test_state_keeps_its_sharding_and_the_step_compiles_once(name, kind):
 
 
 @KINDS
-@pytest.mark.parametrize("name", ["muon", "muon2", "muon2_f", "normuon", "adamuon"])
+@pytest.mark.parametrize(
+    "name", ["muon", "muon2", "muon2_f", "normuon", "adamuon", "muon2_f_h"]
+)
 def test_a_jitted_init_places_the_state_as_an_eager_one(name, kind):
     """Zeros depend on no parameter: the compiler would put them all on one device."""
     mesh = mesh_of((8,), ("x",), kind)
