@@ -245,7 +245,7 @@ def _radii(radius: Radius, norms: jax.Array, axes: ResolvedAxes) -> jax.Array:
     """R of every matrix of a leaf."""
     if radius is None:
         return norms
-    if radius == "init":
+    if isinstance(radius, str):
         roots = [math.sqrt(n) for n in axes.splits]
         return jnp.where(norms == 0, _per_block(roots, norms), norms)
     of_shape = radius if callable(radius) else lambda fan_in, fan_out: radius

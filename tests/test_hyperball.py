@@ -219,6 +219,19 @@ def test_radius_that_is_none(radius):
         m2.hyperball(0.1, radius)
 
 
+def test_injected_rate_and_radius():
+    params, u = {"w": normal((6, 10), 0)}, {"w": normal((6, 10), 1)}
+    tx = optax.inject_hyperparams(m2.hyperball)(learning_rate=0.1, radius=2.0)
+    state = tx.init(params)
+    updates, state = tx.update(u, state, params)
+    got = optax.apply_updates(params, updates)["w"]
+    want = hyperball(params["w"], [u["w"]], [0.1], 2.0)[0]
+    assert relative_error(got, want) < 1e-6
+    of_shape = optax.inject_hyperparams(m2.hyperball, static_args=("radius",))
+    state = of_shape(0.1, lambda fan_in, fan_out: fan_in).init(params)
+    assert float(state.inner_state.radius["w"]) == 6
+
+
 def test_needs_the_parameters():
     tx = m2.hyperball(0.1)
     w = {"w": jnp.ones((4, 4))}
