@@ -69,7 +69,9 @@ _PROJECTION = (  # names of maps between activations
 )
 _POSITION = r"pos|positions?|positional|relpos|abspos"
 _SCALE = r"[a-z]*scales?|gains?|gammas?|betas?"
-_TOKEN = r"tokens?|registers?|masks?|prompts?|probes?|slots?|prefix(?:es)?|memor(?:y|ies)"
+_TOKEN = (
+    r"tokens?|registers?|masks?|prompts?|probes?|slots?|prefix(?:es)?|memor(?:y|ies)"
+)
 _WEIGHT = (  # what a vector may be called, besides by its kind
     r"weights?|w|params?|parameters?|data|tensor|vectors?|table|embeddings?|scales?|g|"
     r"gains?|gammas?|betas?|alphas?|b|bias(?:es)?|offsets?|shift"
@@ -135,7 +137,11 @@ KINDS = (
         r"(?:.*_)?(?:expert|experts|moe|switch|noisy|top_?k)_(?:gate|gates|gating|selector)"
         r"(?:_w\w*)?|gat(?:e|ing)_(?:net|network)",
     ),
-    Kind("router", ("pair",), rf"{_word('[a-z]*moe[a-z]*|mixture')}/(?:gat(?:es?|ing)|wg)"),
+    Kind(
+        "router",
+        ("pair",),
+        rf"{_word('[a-z]*moe[a-z]*|mixture')}/(?:gat(?:es?|ing)|wg)",
+    ),
     # --- state-space models and linear recurrences
     Kind(
         "state space",
@@ -164,11 +170,26 @@ KINDS = (
         ranks=(2, 2),
     ),
     # --- norms, scales, biases
-    Kind("bias", ("leaf",), rf"{_word('(?!un|de)[a-z]*bias(?:es)?')}|{_last('offsets?|shift')}"),
+    Kind(
+        "bias",
+        ("leaf",),
+        rf"{_word('(?!un|de)[a-z]*bias(?:es)?')}|{_last('offsets?|shift')}",
+    ),
     Kind("bias", ("vector's owner",), _last("bias(?:es)?")),
     Kind("bias", ("kernel's owner",), _last("bias(?:es)?"), adam=False, sure=False),
-    Kind("norm", _OWN, rf"(?:.*_)?(?:{_NORM})(?:_(?:{_WHICH}))*", unless=_word("ada[a-z]*")),
-    Kind("norm", ("kernel's owner",), _last(_NORM), _word("ada[a-z]*|mlp|dense"), sure=False),
+    Kind(
+        "norm",
+        _OWN,
+        rf"(?:.*_)?(?:{_NORM})(?:_(?:{_WHICH}))*",
+        unless=_word("ada[a-z]*"),
+    ),
+    Kind(
+        "norm",
+        ("kernel's owner",),
+        _last(_NORM),
+        _word("ada[a-z]*|mlp|dense"),
+        sure=False,
+    ),
     Kind("scale", ("leaf",), rf"{_last(_SCALE)}|g"),
     Kind("scale", ("vector's owner",), _last(_SCALE), sure=False),
     Kind("norm", ("vector's owner",), _word(_NORM), adam=False, sure=False),
@@ -179,7 +200,11 @@ KINDS = (
         rf"(?:.*_)?(?:layer_?scale|ls)(?:_.*)?|{_last('lambdas?')}|alphas?|re_?zero|"
         r"(?:skip|res|resid|residual)_(?:weights?|gates?|alphas?|lambdas?)",
     ),
-    Kind("hyper-connection", ("leaf",), r"hc_(?:.*_)?(?:base|scale|bias)|static_(?:alpha|beta)"),
+    Kind(
+        "hyper-connection",
+        ("leaf",),
+        r"hc_(?:.*_)?(?:base|scale|bias)|static_(?:alpha|beta)",
+    ),
     # --- arrays that stand for activations
     Kind("token, mask or memory", _OWN, rf"{_last(_TOKEN)}|cls"),
     Kind(

@@ -5,6 +5,7 @@ tracing. They hold no arrays and no tree, so the same object serves ``init`` and
 ``update``, masked and abstract trees, and every wrapper of the parameters.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -16,30 +17,12 @@ from typing import Any
 import numpy as np
 import optax
 
-from muon2_optax import trees
-from muon2_optax.axes import MatrixAxes, ResolvedAxes, shape_factors
+from muon2_optax import doubts, names, neighbours, routing_report, trees
+from muon2_optax.axes import MatrixAxes, ResolvedAxes
+from muon2_optax.kinds import kind_of
+from muon2_optax.routing_report import Verdict
 
 MATRIX, ADAM = "matrix", "adam"
-
-# Rank-2 (or stacked) leaves that are tables or vectors rather than maps between
-# activations. Embeddings and heads see one-hot inputs or outputs, for which a spectral
-# step is the wrong geometry (Bernstein & Newhouse, "Modular duality", 2024).
-_NOT_MATRICES = tuple(
-    (label, re.compile(pattern, re.IGNORECASE))
-    for label, pattern in (
-        ("embedding", r"embed|(^|/)(wte|wpe|emb)(/|$)|(tok(en)?|pos(ition)?)_?emb"),
-        ("position table", r"pos(ition(al)?)?_(table|enc|bias)|rel(ative)?_pos"),
-        # "output" only at the top: below, it is a projection inside a layer.
-        (
-            "head",
-            r"lm_?head|(^|/)(head|classifier)(/|$)|^(params/)?output/\w+$|logits|unembed",
-        ),
-        ("norm", r"norm(?!al)|(^|/)ln(_?\w*)?(/|$)|(^|/)(scale|gain|gamma|beta)(/|$)"),
-        ("bias", r"bias(/|$)"),
-        ("router", r"router|moe[^/]*/gate(/|$)"),
-        ("state space", r"(^|/)(a_log|dt_proj|conv1d)(/|$)"),
-    )
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +33,13 @@ class LeafRule:
       path: the leaf's path, ``"layers/0/kernel"``.
       axes: the axes that form its matrices, or None for AdamW.
       reason: a short phrase for ``MatrixRules.describe``: ``"module Linear"``.
+      doubt: what speaks against it, for a warning; empty where nothing does.
     """
 
     path: str
     axes: MatrixAxes | None
     reason: str
+    doubt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +128,25 @@ class MatrixRules:
             patterns.append((f"^{re.escape(name)}(/|$)" if name else r"", axes))
         return cls(tuple(patterns), by_name=False)
 
+    def bind(self, params: optax.Params) -> "MatrixRules":
+        """These rules, with what this tree as a whole says of its leaves.
+
+        A leaf's neighbours decide where its name and shape do not: vectors of stacked
+        layers, biases called ``b``, gates beside experts, weights stored (out, in). They
+        become ``leaves`` of the result. The optimizers bind their rules themselves; a
+        chain of transforms, whose parts see masked trees, needs bound rules wherever
+        neighbours decide. Bound rules serve this tree and parts of it only.
+
+        Args:
+          params: the parameters, or their shapes.
+        """
+        leaves = tuple(
+            (name, tuple(np.shape(leaf)))
+            for name, leaf in trees.named_leaves(params)
+            if not trees.is_empty(leaf)
+        )
+        return _bound(self, leaves)
+
     def resolve(self, path: str, shape: tuple[int, ...]) -> ResolvedAxes | None:
         """The matrix axes of one leaf, or None where it is not a matrix.
 
@@ -150,109 +154,207 @@ class MatrixRules:
           ValueError: the axes of the matching pattern do not fit the shape, or no
             pattern covers a leaf of rank 3 or more and ``strict`` is set.
         """
-        return self._decide(path, shape)[0]
+        return self._decide(path, tuple(shape)).axes
 
     def labels(self, params: optax.Params) -> Any:
         """Labels ``"matrix"`` or ``"adam"`` for ``optax.partition``.
 
+        Warns, once for a tree, of doubtful leaves and of those of rank 3 or more that
+        no rule covers.
+
         Raises:
           ValueError: as ``resolve``, or a pattern that matches no leaf at all.
         """
-        named = trees.named_leaves(params)
-        self._check_patterns([name for name, _ in named])
-        uncovered = []
+        bound = self.bind(params)
+        self._check_patterns([name for name, _ in trees.named_leaves(params)])
+        verdicts = []
 
         def label(name: str, leaf: Any) -> str:
-            axes, reason = self._decide(name, np.shape(leaf))
-            if reason == _UNCOVERED:
-                uncovered.append(f"{name} {np.shape(leaf)}")
-            return ADAM if axes is None else MATRIX
+            verdicts.append(bound._decide(name, tuple(np.shape(leaf))))
+            return verdicts[-1].group
 
         labels = trees.map_named(label, params)
+        uncovered = [(v.path, v.shape) for v in verdicts if v.reason == _UNCOVERED]
         if uncovered:
             warnings.warn(
                 "no matrix rule for these leaves of rank 3 or more, so AdamW trains"
-                f" them: {', '.join(uncovered)}. Add rules to MatrixRules (None keeps"
-                " AdamW and silences this), or set strict=True to raise instead.",
+                f" them: {doubts.names_of(uncovered)}. Add rules to MatrixRules (None"
+                " keeps AdamW and silences this), or set strict=True to raise instead.",
                 stacklevel=1,  # one place, so that Python shows it once, not per step
+            )
+        cases = [v.case for v in verdicts if v.doubt]
+        if cases:
+            warnings.warn(
+                f"{len(cases)} leaves may be with the wrong optimizer; a rule settles"
+                f" each:\n{doubts.text_of(cases)}",
+                stacklevel=1,
             )
         return labels
 
-    def describe(self, params: optax.Params, shape_scale: str = "spectral") -> str:
-        """A table of what happens to each leaf: group, axes, shape factor, reason."""
-        rows = [("path", "shape", "group", "matrices", "factor", "because of")]
-        for name, leaf in trees.named_leaves(params):
-            if trees.is_empty(leaf):
-                continue
-            axes, reason = self._decide(name, np.shape(leaf))
-            if axes is None:
-                matrices = factor = "-"
-            else:
-                count = math.prod(axes.shape[a] for a in axes.batch)
-                matrices = " + ".join(
-                    f"{count} x {axes.fan_in}x{n}" for n in axes.splits
-                )
-                factor = ", ".join(f"{f:.4g}" for f in shape_factors(axes, shape_scale))
-            group = ADAM if axes is None else MATRIX
-            rows.append((name, str(np.shape(leaf)), group, matrices, factor, reason))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in rows
-        ]
-        return "\n".join(lines)
+    def check(self, params: optax.Params) -> None:
+        """Raises where it is doubtful what a leaf is, for scripts.
 
-    def _decide(
-        self, path: str, shape: tuple[int, ...]
-    ) -> tuple[ResolvedAxes | None, str]:
+        Raises:
+          ValueError: as ``labels``; or leaves are doubtful, or of rank 3 or more
+            without a rule. All are listed, each with the rules that settle it.
+        """
+        self._check_patterns([name for name, _ in trees.named_leaves(params)])
+        cases = [
+            v.case for v in self._verdicts(params) if v.doubt or v.reason == _UNCOVERED
+        ]
+        if cases:
+            raise ValueError(
+                f"{len(cases)} leaves are doubtful; a rule settles each:\n"
+                + doubts.text_of(cases, most=len(cases))
+            )
+
+    def describe(self, params: optax.Params, shape_scale: str = "spectral") -> str:
+        """A table of what happens to each leaf, and why.
+
+        One row for each leaf, or in large trees for all whose paths differ in numbers
+        only: group, matrices, axes (in -> out), shape factor, number of parameters, and
+        the reason. Doubtful leaves come first, with the rules that settle them; the last
+        lines are the totals of each group.
+
+        Args:
+          params: the parameters, or their shapes.
+          shape_scale: the kind of the factor; see ``scale_by_shape``.
+        """
+        return routing_report.report(self._verdicts(params), shape_scale)
+
+    def _verdicts(self, params: optax.Params) -> list[Verdict]:
+        bound = self.bind(params)
+        return [
+            bound._decide(name, tuple(np.shape(leaf)))
+            for name, leaf in trees.named_leaves(params)
+            if not trees.is_empty(leaf)
+        ]
+
+    def _decide(self, path: str, shape: tuple[int, ...]) -> Verdict:
+        """In this order: size, patterns, single leaves, rank, names, rank again."""
         if math.prod(shape) == 0:
-            return None, "no elements"
-        for pattern, axes in self.patterns:
-            if re.search(pattern, path):
-                if axes is None:
-                    return None, f"rule {pattern!r}"
-                try:
-                    return axes.resolve(tuple(shape)), f"rule {pattern!r}"
-                except ValueError as err:
-                    raise ValueError(
-                        f"{path!r} of shape {tuple(shape)}, rule {pattern!r}: {err}"
-                    ) from err
-        known = self._rule_of_path.get(path)
+            return Verdict(path, shape, None, "no elements")
+        found = self._pattern_of(path)
+        if found is not None:
+            number, (pattern, axes) = found
+            return self._fitted(
+                path,
+                shape,
+                axes,
+                f"rule {pattern!r}",
+                f"your rule {number} {pattern!r}",
+            )
+        known = self._rule_of_path.get(path) or self._rule_of_path.get(
+            names.normal(path)
+        )
         if known is not None:
-            if known.axes is None:
-                return None, known.reason
-            try:
-                return known.axes.resolve(tuple(shape)), known.reason
-            except ValueError as err:
-                raise ValueError(
-                    f"{path!r} of shape {tuple(shape)}, {known.reason}: {err}"
-                ) from err
+            verdict = self._fitted(path, shape, known.axes, known.reason, known.reason)
+            return dataclasses.replace(verdict, doubt=known.doubt)
         if len(shape) < 2:
-            return None, f"rank {len(shape)}"
+            return Verdict(path, shape, None, f"rank {len(shape)}")
         if self.by_name:
-            for label, regex in _NOT_MATRICES:
-                if regex.search(path):
-                    return None, f"default: {label}"
+            kind = kind_of(names.name_of(path), len(shape))
+            if kind is not None and kind.adam:
+                return Verdict(path, shape, None, f"name: {kind.label}")
         if len(shape) == 2:
-            return MatrixAxes(0, 1).resolve(tuple(shape)), "default: rank 2"
+            return self._fitted(path, shape, _IN_OUT, _RANK_2, _RANK_2)
         if self.strict:
             raise ValueError(
                 f"{path!r} of shape {tuple(shape)} has no matrix rule; add one to"
                 " MatrixRules, for example (pattern, MatrixAxes(-2, -1)) for a stack of"
                 " matrices, or (pattern, None) for AdamW"
             )
-        return None, _UNCOVERED
+        return Verdict(path, shape, None, _UNCOVERED)
+
+    def _pattern_of(self, path: str) -> tuple[int, tuple[str, Any]] | None:
+        """The first pattern that the path, as it is or in normal form, contains."""
+        normal = names.normal(path) if self.patterns else ""
+        for number, (pattern, axes) in enumerate(self.patterns, 1):
+            if re.search(pattern, path) or re.search(pattern, normal):
+                return number, (pattern, axes)
+        return None
+
+    @staticmethod
+    def _fitted(
+        path: str,
+        shape: tuple[int, ...],
+        axes: MatrixAxes | None,
+        source: str,
+        reason: str,
+    ) -> Verdict:
+        try:
+            resolved = None if axes is None else axes.resolve(shape)
+        except ValueError as err:
+            raise ValueError(f"{path!r} of shape {shape}, {source}: {err}") from err
+        return Verdict(path, shape, resolved, reason)
 
     @functools.cached_property
     def _rule_of_path(self) -> dict[str, LeafRule]:
-        return {leaf.path: leaf for leaf in self.leaves}
+        """By path as it is; where only one leaf has it, by the normal form as well."""
+        normal = [names.normal(leaf.path) for leaf in self.leaves]
+        count = collections.Counter(normal)
+        by_normal = {n: x for n, x in zip(normal, self.leaves) if count[n] == 1}
+        return by_normal | {leaf.path: leaf for leaf in self.leaves}
 
-    def _check_patterns(self, names: Sequence[str]) -> None:
-        for pattern, _ in self.patterns if names else ():
-            if not any(re.search(pattern, name) for name in names):
-                shown = ", ".join(map(repr, names[:8])) + (", ..." if names[8:] else "")
+    def _check_patterns(self, paths: Sequence[str]) -> None:
+        normal = [names.normal(path) for path in paths] if self.patterns else []
+        for pattern, _ in self.patterns if paths else ():
+            search = re.compile(pattern).search
+            if not any(map(search, paths)) and not any(map(search, normal)):
+                shown = ", ".join(map(repr, paths[:8])) + (", ..." if paths[8:] else "")
                 raise ValueError(
                     f"rule {pattern!r} matches no parameter; the paths are {shown}"
                 )
+
+
+_IN_OUT, _RANK_2 = MatrixAxes(0, 1), "default: rank 2"
+
+
+@functools.lru_cache(maxsize=16)
+def _bound(
+    rules: MatrixRules, leaves: tuple[tuple[str, tuple[int, ...]], ...]
+) -> MatrixRules:
+    """The rules, and one for each leaf that its neighbours or a doubt decide."""
+    if not rules.by_name:
+        return rules
+    count = collections.Counter(path for path, _ in leaves)
+    # Leaves whose paths print alike cannot be told apart by a rule.
+    leaves = tuple(x for x in leaves if count[x[0]] == 1 and math.prod(x[1]))
+    shapes = dict(leaves)
+    open_leaves = [
+        (path, shape, kind_of(names.name_of(path), len(shape)))
+        for path, shape in leaves
+        if len(shape) > 1
+        and path not in rules._rule_of_path
+        and rules._pattern_of(path) is None
+    ]
+    matrices = [
+        (path, shape, kind)
+        for path, shape, kind in open_leaves
+        if len(shape) == 2 and not (kind and kind.adam)
+    ]
+    found = neighbours.findings(leaves, [path for path, _, _ in matrices])
+    sizes = doubts.Sizes.of(list(shapes.values()), [shape for _, shape, _ in matrices])
+    new = []
+    for path, shape, kind in matrices:
+        finding = found.get(path, neighbours.Finding(_IN_OUT, _RANK_2))
+        doubt = finding.doubt
+        if finding.axes is not None:
+            size_or_name = doubts.doubt_of_matrix(shape, kind, sizes)
+            doubt = " and ".join(filter(None, [doubt, size_or_name]))
+        if path in found or doubt:
+            new.append(LeafRule(path, finding.axes, finding.reason, doubt))
+    for path, shape, kind in open_leaves:
+        if kind is not None and kind.adam and not kind.sure:
+            doubt = doubts.doubt_of_adam(shape, kind, sizes)
+            if doubt:
+                new.append(LeafRule(path, None, f"name: {kind.label}", doubt))
+    if len(leaves) == 1 and leaves[0][0] == "" and len(leaves[0][1]) == 1:
+        if rules._pattern_of("") is None:
+            new.append(LeafRule("", None, "rank 1", doubts.FLATTENED))
+    return (
+        dataclasses.replace(rules, leaves=rules.leaves + tuple(new)) if new else rules
+    )
 
 
 _UNCOVERED = "NO RULE (rank 3 or more)"

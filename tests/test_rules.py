@@ -152,6 +152,15 @@ def test_transforms_refuse_leaves_that_are_no_matrices():
 # --- describe ---------------------------------------------------------------------
 
 
+def table_of(text):
+    """{path: cells} of the table in a description, and the lines of totals."""
+    lines = text.splitlines()
+    start = next(i for i, x in enumerate(lines) if x.startswith("path "))
+    end = lines.index("", start)
+    rows = (re.split(r"\s{2,}", line) for line in lines[start + 1 : end])
+    return {row[0]: row[1:] for row in rows}, lines[end + 1 :]
+
+
 def test_describe():
     rules = MatrixRules(
         (
@@ -168,9 +177,7 @@ def test_describe():
         "mlp": leaf(16, 64),
         "z": leaf(7),
     }
-    lines = rules.describe(tree).splitlines()
-    table = {row[0]: row[1:] for row in (re.split(r"\s{2,}", x) for x in lines[1:])}
-    assert set(re.split(r"\s{2,}", lines[0])) >= {"path", "shape", "group", "factor"}
+    table, totals = table_of(rules.describe(tree))
     assert set(table) == {
         "embedding",
         "frozen",
@@ -179,16 +186,27 @@ def test_describe():
         "mlp",
         "z",
     }
-    assert table["embedding"] == ["(50, 16)", "adam", "-", "-", "default: embedding"]
-    assert table["frozen"][1] == "adam" and "'frozen'" in table["frozen"][-1]
-    assert table["layers/qkv"][:4] == [
+    shape, *rest = table["embedding"]
+    assert (shape, rest) == (
+        "(50, 16)",
+        ["adam", "-", "-", "-", "800", "name: embedding"],
+    )
+    assert table["frozen"][1] == "adam" and "your rule 3 'frozen'" in table["frozen"]
+    assert table["layers/qkv"][:6] == [
         "(16, 24)",
         "matrix",
         "1 x 16x16 + 1 x 16x4 + 1 x 16x4",
+        "0 -> 1",
         "1, 0.5, 0.5",
+        "384",
     ]
-    assert table["layers/experts"][1:4] == ["matrix", "6 x 16x64", "2"]
-    assert table["mlp"] == ["(16, 64)", "matrix", "1 x 16x64", "2", "default: rank 2"]
-    assert table["z"][1:] == ["adam", "-", "-", "rank 1"]
-    other = rules.describe(tree, "match_rms").splitlines()
-    assert "1.6" in next(x for x in other if x.startswith("mlp"))  # 0.2 sqrt(64)
+    assert table["layers/experts"][1:5] == ["matrix", "6 x 16x64", "2 -> 3", "2"]
+    assert table["mlp"][1:4] == ["matrix", "1 x 16x64", "0 -> 1"]
+    assert table["mlp"][4:] == ["2", "1,024", "default: rank 2"]
+    assert table["z"][1:] == ["adam", "-", "-", "-", "7", "rank 1"]
+    assert totals == [
+        "total of matrix (Muon): 3 leaves, 7,552 parameters",
+        "total of adam (AdamW): 3 leaves, 832 parameters",
+    ]
+    other, _ = table_of(rules.describe(tree, "match_rms"))
+    assert other["mlp"][4] == "1.6"  # 0.2 sqrt(64)

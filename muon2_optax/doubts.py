@@ -1,0 +1,121 @@
+"""Leaves that may be with the wrong optimizer, and the rule that settles each."""
+
+import collections
+import dataclasses
+import re
+import statistics
+from collections.abc import Sequence
+
+from muon2_optax.kinds import Kind
+from muon2_optax.names import components, pattern_of
+from muon2_optax.neighbours import UNORIENTED
+
+Shape = tuple[int, ...]
+# Matrices of hidden layers have more inputs and outputs than this, and are less oblong.
+SMALLEST_SIDE, LARGEST_RATIO = 8, 64
+# Where no side is larger, the tree is a toy and its sizes mean nothing.
+TOY = 64
+FLATTENED = "all parameters arrive as one vector, as optax.flatten makes of them"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is large and what is small in one tree."""
+
+    largest_side: int
+    median: float
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shape], matrices: Sequence[Shape]) -> "Sizes":
+        """Of all leaves, and of those of rank 2 that are matrices by default."""
+        return cls(
+            max((max(s) for s in shapes if len(s) > 1), default=0),
+            statistics.median([a * b for a, b in matrices] or [0]),
+        )
+
+
+def doubt_of_matrix(shape: Shape, kind: Kind | None, sizes: Sizes) -> str:
+    """What speaks against taking a leaf of rank 2 for a matrix; "" if nothing does."""
+    short, long = sorted(shape)
+    reasons = []
+    if kind is not None:
+        reasons.append(
+            f"its name is half that of a kind that AdamW trains: {kind.label}"
+        )
+    if short < SMALLEST_SIDE and sizes.largest_side >= TOY:
+        reasons.append(f"a side is {short}")
+    elif long > LARGEST_RATIO * short:
+        reasons.append(f"one side is {long / short:.0f} times the other")
+    return " and ".join(reasons)
+
+
+def doubt_of_adam(shape: Shape, kind: Kind, sizes: Sizes) -> str:
+    """What speaks against sending a leaf to AdamW for half a name."""
+    size = 1
+    for side in shape:
+        size *= side
+    if kind.sure or min(shape) < SMALLEST_SIDE or size < sizes.median:
+        return ""
+    return f"its name only half says {kind.label}, and it is as large as a matrix"
+
+
+def settling_lines(path: str, shape: Shape, doubt: str) -> list[str]:
+    """The lines of rules that settle a doubt, one for each answer."""
+    if doubt == FLATTENED:
+        return ["without optax.flatten matrices are seen", "('', None) keeps AdamW"]
+    digits = re.sub(r"\d+", r"\\d+", "/".join(components(path)))
+    pattern = f'r"^{digits}$"'
+    axes = "MatrixAxes(-2, -1)"
+    if len(shape) != 2:
+        axes = "MatrixAxes(in axes, out axes)"
+    lines = [f"({pattern}, {axes}) for Muon", f"({pattern}, None) for AdamW"]
+    if UNORIENTED in doubt:
+        lines[0] += " as (in, out)"
+        lines.insert(1, f"({pattern}, MatrixAxes(-1, -2)) for Muon as (out, in)")
+    return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A leaf about which there is a doubt."""
+
+    path: str
+    shape: Shape
+    group: str
+    doubt: str
+
+
+def text_of(cases: Sequence[Case], most: int = 20) -> str:
+    """One paragraph for each group of doubtful leaves, with the rules that settle it."""
+    groups: dict[tuple[object, ...], list[Case]] = collections.defaultdict(list)
+    for case in cases:
+        groups[pattern_of(case.path), case.shape, case.group, case.doubt].append(case)
+    lines = []
+    for number, group in enumerate(groups.values()):
+        if number == most:
+            lines.append(f"  and {len(groups) - most} more, see rules.describe(params)")
+            break
+        case = group[0]
+        paths = [f"{c.path!r}" for c in group]
+        names = ", ".join(
+            paths if len(paths) <= 3 else [f"{paths[0]} and {len(paths) - 1} like it"]
+        )
+        lines.append(f"  {names} {case.shape} goes to {case.group}, but {case.doubt}:")
+        lines.append(
+            "    " + "; ".join(settling_lines(case.path, case.shape, case.doubt))
+        )
+    return "\n".join(lines)
+
+
+def names_of(paths: Sequence[tuple[str, Shape]]) -> str:
+    """Paths and shapes in a line, layers alike as one."""
+    groups: dict[tuple[str, Shape], list[str]] = collections.defaultdict(list)
+    for path, shape in paths:
+        groups[pattern_of(path), shape].append(path)
+    shown = []
+    for (_, shape), alike in groups.items():
+        if len(alike) <= 3:
+            shown.extend(f"{path} {shape}" for path in alike)
+        else:
+            shown.append(f"{alike[0]} and {len(alike) - 1} like it {shape}")
+    return ", ".join(shown)

@@ -1,0 +1,144 @@
+"""What ``MatrixRules.describe`` prints: where each leaf goes, and why."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+from muon2_optax.axes import ResolvedAxes, shape_factors
+from muon2_optax.doubts import Case, text_of
+from muon2_optax.names import pattern_of
+
+Row = tuple[str, ...]
+WIDTH = 100
+# Trees of more leaves than this are shown by pattern: "layers/*/kernel x 48".
+FEW_LEAVES = 100
+HEADER = (
+    "path",
+    "shape",
+    "group",
+    "matrices",
+    "axes",
+    "factor",
+    "parameters",
+    "because of",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Where one leaf goes.
+
+    Attributes:
+      path: the leaf's path.
+      shape: its shape.
+      axes: the axes of its matrices; None for AdamW.
+      reason: a short phrase: ``"name: head"``.
+      doubt: what speaks against it; empty where nothing does.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axes: ResolvedAxes | None
+    reason: str
+    doubt: str = ""
+
+    @property
+    def group(self) -> str:
+        return "adam" if self.axes is None else "matrix"
+
+    @property
+    def case(self) -> Case:
+        """The leaf as one to ask the user about."""
+        return Case(
+            self.path, self.shape, self.group, self.doubt or "no rule covers it"
+        )
+
+
+def report(verdicts: Sequence[Verdict], shape_scale: str) -> str:
+    """The whole text: doubts, a table, and totals."""
+    verdicts = sorted(verdicts, key=lambda v: not v.doubt)
+    parts = []
+    doubtful = [v.case for v in verdicts if v.doubt]
+    if doubtful:
+        parts.append(
+            "Doubtful, listed first below; a rule settles each:\n"
+            + text_of(doubtful)
+            + "\n"
+        )
+    parts.append(_table([HEADER, *_rows(verdicts, shape_scale)]))
+    parts.append(_totals(verdicts))
+    return "\n".join(parts)
+
+
+def _rows(verdicts: Sequence[Verdict], shape_scale: str) -> list[Row]:
+    groups: dict[tuple[object, ...], list[Verdict]] = collections.defaultdict(list)
+    for v in verdicts:
+        key = v.path if len(verdicts) <= FEW_LEAVES else pattern_of(v.path)
+        groups[key, v.shape, v.axes, v.reason, v.doubt].append(v)
+    return [_row(alike, shape_scale) for alike in groups.values()]
+
+
+def _row(alike: Sequence[Verdict], shape_scale: str) -> Row:
+    first = alike[0]
+    path = _common([v.path for v in alike])
+    if len(alike) > 1:
+        path += f" x {len(alike)}"
+    matrices = axes = factor = "-"
+    if first.axes is not None:
+        count = math.prod(first.axes.shape[a] for a in first.axes.batch)
+        sizes = [f"{count} x {first.axes.fan_in}x{n}" for n in first.axes.splits]
+        matrices = _short(sizes, " + ")
+        axes = f"{_axes(first.axes.ins)} -> {_axes(first.axes.outs)}"
+        factor = _short(
+            [f"{f:.4g}" for f in shape_factors(first.axes, shape_scale)], ", "
+        )
+    size = _count(len(alike) * math.prod(first.shape))
+    reason = first.reason + (" (DOUBTFUL)" if first.doubt else "")
+    shape = str(first.shape)
+    return path, shape, first.group, matrices, axes, factor, size, reason
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Columns of equal width; a path that does not fit stands on a line of its own."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rest = sum(widths[1:-1]) + 2 * (len(widths) - 1) + min(widths[-1], 24)
+    widths[0] = min(widths[0], max(WIDTH - rest, 12))
+    lines = []
+    for path, *cells in rows:
+        if len(path) > widths[0]:
+            lines.append(path)
+            path = ""
+        padded = [c.ljust(w) for c, w in zip([path, *cells], widths)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _totals(verdicts: Sequence[Verdict]) -> str:
+    lines = []
+    for group, title in (("matrix", "matrix (Muon)"), ("adam", "adam (AdamW)")):
+        chosen = [v for v in verdicts if v.group == group]
+        size = sum(math.prod(v.shape) for v in chosen)
+        lines.append(f"total of {title}: {len(chosen)} leaves, {size:,} parameters")
+    return "\n" + "\n".join(lines)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The paths as one, "*" for a number in which they differ."""
+    columns = zip(*(re.split(r"(\d+)", path) for path in paths))
+    return "".join(c[0] if len(set(c)) == 1 else "*" for c in columns)
+
+
+def _axes(axes: tuple[int, ...]) -> str:
+    return str(axes[0]) if len(axes) == 1 else f"({','.join(map(str, axes))})"
+
+
+def _short(parts: Sequence[str], separator: str) -> str:
+    if len(set(parts)) == 1 and len(parts) > 3:
+        return f"{parts[0]} each"
+    return separator.join(parts)
+
+
+def _count(n: int) -> str:
+    return f"{n:,}"
