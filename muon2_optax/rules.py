@@ -61,6 +61,7 @@ class MatrixRules:
         a rule is a matrix, embeddings and heads included.
       leaves: what is known of single leaves, one ``LeafRule`` each. A pattern that
         matches the leaf comes first, the defaults come after.
+      allow_unused: accept patterns that match no leaf, as those for several models.
 
     >>> rules = MatrixRules(((r"attn/(q|k|v)/kernel", MatrixAxes(0, (1, 2))),
     ...                      (r"experts/", MatrixAxes(-2, -1))))
@@ -70,6 +71,7 @@ class MatrixRules:
     strict: bool = False
     by_name: bool = True
     leaves: tuple[LeafRule, ...] = ()
+    allow_unused: bool = False
 
     def __post_init__(self) -> None:
         pairs: list[tuple[str, MatrixAxes | None]] = []
@@ -297,6 +299,8 @@ class MatrixRules:
         return by_normal | {leaf.path: leaf for leaf in self.leaves}
 
     def _check_patterns(self, paths: Sequence[str]) -> None:
+        if self.allow_unused:
+            return
         normal = [names.normal(path) for path in paths] if self.patterns else []
         for pattern, _ in self.patterns if paths else ():
             search = re.compile(pattern).search
