@@ -2,8 +2,8 @@
 
     tx = muon2_optax.muon2(0.02, rules=muon2_optax.ready_rules.maxtext())
 
-Each is a list of (pattern, axes) pairs for several models, of which the first match wins.
-Pairs of your own go in front:
+Each is a list of (pattern, axes) pairs for several models; the first match wins. Pairs
+of your own go in front:
 ``MatrixRules((*mine, *ready_rules.MAXTEXT), allow_unused=True)``.
 """
 
@@ -18,9 +18,9 @@ def _under(modules: str, leaf: str) -> str:
     return rf"(^|/)({modules})/(.*/)?({leaf})(/|$)"
 
 
-# Scanned layers are stacked on axis 1, so most kernels are (in, layers, out). Agreed with
-# the dimension numbers that MaxText 0.2.5 gives its own Muon, on all leaves of ten models
-# (llama2, deepseek2, 3 and 4, gemma3, three of qwen3, mixtral, gpt-oss).
+# Scanned layers are stacked on axis 1, so most kernels are (in, layers, out). These agree
+# with the dimension numbers that MaxText 0.2.5 gives its own Muon on every leaf of ten
+# models (llama2, deepseek2, 3 and 4, gemma3, three of qwen3, mixtral, gpt-oss).
 MAXTEXT: Pairs = (
     (
         r"(^|/)(scale|embedding|logits_dense|(post|pre|res)_beta|hc_base|sinks|tid2eid|"
@@ -47,14 +47,14 @@ MAXTEXT: Pairs = (
 )
 
 # Levanter 9263f81 (src/levanter/models, layers/attention.py) and Haliax f41e7d4
-# (nn/linear.py). Axes are counted from the end: ``Stacked`` puts the layers in front, and
-# ``MoELinear`` the experts. ``Linear`` is out first, but in GPT-2, Whisper and
-# ``MoELinear``. The array of a ``NamedArray`` prints as "0".
+# (nn/linear.py). Axes are counted from the end: ``Stacked`` puts the layers in front,
+# ``MoELinear`` the experts. ``Linear`` is stored (out, in), except in GPT-2, Whisper and
+# ``MoELinear``. The array inside a ``NamedArray`` prints as "0".
 _WEIGHT = r"/weight(/0)?$"
 LEVANTER: Pairs = (
     (
         r"(^|/)(token_embeddings|position_embeddings|lm_head|\w*norm|\w*ln|ln_\w+|sinks|"
-        rf"block_sparse_moe/gate|conv\d?)(/|$)|(^|/)bias(/0)?$",
+        r"block_sparse_moe/gate|conv\d?)(/|$)|(^|/)bias(/0)?$",
         None,
     ),
     # (kv heads, queries per head, head size, embed), (kv heads, head size, embed). The
@@ -82,15 +82,14 @@ LEVANTER: Pairs = (
 def maxtext() -> MatrixRules:
     """Rules for MaxText's models with scanned layers, the default there.
 
-    Layers that are not scanned fit as well. Leaves that are known to be no matrices, and
-    all that no other pattern knows, (in, ..., out), are covered: a leaf that does not fit
-    is an error.
+    Layers that are not scanned fit as well. The last pattern matches every leaf, as
+    (in, ..., out), so a leaf for which that cannot be is an error that names it.
     """
     return MatrixRules(MAXTEXT, allow_unused=True)
 
 
 def levanter() -> MatrixRules:
-    """Rules for Levanter's LLaMA, Mistral, Mixtral, Gemma, Qwen, OLMo, GPT-OSS and GPT-2.
+    """Rules for Levanter's LLaMA, Mistral, Mixtral, Gemma, Qwen, OLMo, GPT-OSS, GPT-2.
 
     Layers may be stacked (``Stacked``) or not (``BlockSeq``). Whatever else a model has
     follows the defaults.

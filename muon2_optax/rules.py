@@ -17,29 +17,16 @@ from typing import Any
 import numpy as np
 import optax
 
-from muon2_optax import doubts, names, neighbours, routing_report, trees
+from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
-from muon2_optax.kinds import kind_of
-from muon2_optax.routing_report import Verdict
-
-MATRIX, ADAM = "matrix", "adam"
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafRule:
-    """What one leaf is, known from its model or its neighbours rather than its name.
-
-    Attributes:
-      path: the leaf's path, ``"layers/0/kernel"``.
-      axes: the axes that form its matrices, or None for AdamW.
-      reason: a short phrase for ``MatrixRules.describe``: ``"module Linear"``.
-      doubt: what speaks against it, for a warning; empty where nothing does.
-    """
-
-    path: str
-    axes: MatrixAxes | None
-    reason: str
-    doubt: str = ""
+from muon2_optax.routing import doubts, names, report
+from muon2_optax.routing.binding import IN_OUT, RANK_2, rules_of_tree
+from muon2_optax.routing.dimension_numbers import patterns_from
+from muon2_optax.routing.kinds import kind_of
+from muon2_optax.routing.leaves import ADAM as ADAM
+from muon2_optax.routing.leaves import MATRIX as MATRIX
+from muon2_optax.routing.leaves import LeafRule as LeafRule
+from muon2_optax.routing.leaves import Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,37 +94,17 @@ class MatrixRules:
             such a tree.
           params: parameters (or their shapes); needed for a function only.
         """
-        if _is_spec(dimension_numbers) or dimension_numbers is None:
-            if dimension_numbers is None:
-                return cls(by_name=False)
-            return cls(((r"", _from_spec(dimension_numbers)),), by_name=False)
-        if callable(dimension_numbers):
-            if params is None:
-                raise ValueError("a function of the parameters needs params=...")
-            dimension_numbers = dimension_numbers(params)
-        named = trees.named_leaves(
-            dimension_numbers, is_leaf=lambda x: x is None or _is_spec(x)
-        )
-        patterns = []
-        for name, spec in named:
-            if isinstance(spec, optax.MaskedNode):
-                continue
-            if spec is not None and not _is_spec(spec):
-                raise TypeError(
-                    f"{name!r}: want MuonDimensionNumbers or None, got {spec!r}"
-                )
-            axes = None if spec is None else _from_spec(spec)
-            patterns.append((f"^{re.escape(name)}(/|$)" if name else r"", axes))
-        return cls(tuple(patterns), by_name=False)
+        return cls(patterns_from(dimension_numbers, params), by_name=False)
 
     def bind(self, params: optax.Params) -> "MatrixRules":
         """These rules, with what this tree as a whole says of its leaves.
 
         A leaf's neighbours decide where its name and shape do not: vectors of stacked
-        layers, biases called ``b``, gates beside experts, weights stored (out, in). They
-        become ``leaves`` of the result. The optimizers bind their rules themselves; a
-        chain of transforms, whose parts see masked trees, needs bound rules wherever
-        neighbours decide. Bound rules serve this tree and parts of it only.
+        layers, biases called ``b``, gates beside experts, weights stored (out, in). What
+        they say becomes ``leaves`` of the result. The optimizers bind their rules
+        themselves. A chain of transforms, which see the matrices without the rest, needs
+        ``rules = rules.bind(params)`` wherever neighbours decide, and may always have it.
+        Bound rules serve this tree, and parts of it, only.
 
         Args:
           params: the parameters, or their shapes.
@@ -215,14 +182,14 @@ class MatrixRules:
 
         One row for each leaf, or in large trees for all whose paths differ in numbers
         only: group, matrices, axes (in -> out), shape factor, number of parameters, and
-        the reason. Doubtful leaves come first, with the rules that settle them; the last
-        lines are the totals of each group.
+        the reason. Doubtful leaves come first, with the rules that settle them. The last
+        lines are the totals of both groups.
 
         Args:
           params: the parameters, or their shapes.
           shape_scale: the kind of the factor; see ``scale_by_shape``.
         """
-        return routing_report.report(self._verdicts(params), shape_scale)
+        return report.report(self._verdicts(params), shape_scale)
 
     def _verdicts(self, params: optax.Params) -> list[Verdict]:
         bound = self.bind(params)
@@ -259,7 +226,7 @@ class MatrixRules:
             if kind is not None and kind.adam:
                 return Verdict(path, shape, None, f"name: {kind.label}")
         if len(shape) == 2:
-            return self._fitted(path, shape, _IN_OUT, _RANK_2, _RANK_2)
+            return self._fitted(path, shape, IN_OUT, RANK_2, RANK_2)
         if self.strict:
             raise ValueError(
                 f"{path!r} of shape {tuple(shape)} has no matrix rule; add one to"
@@ -311,9 +278,6 @@ class MatrixRules:
                 )
 
 
-_IN_OUT, _RANK_2 = MatrixAxes(0, 1), "default: rank 2"
-
-
 @functools.lru_cache(maxsize=16)
 def _bound(
     rules: MatrixRules, leaves: tuple[tuple[str, tuple[int, ...]], ...]
@@ -321,52 +285,12 @@ def _bound(
     """The rules, and one for each leaf that its neighbours or a doubt decide."""
     if not rules.by_name:
         return rules
-    count = collections.Counter(path for path, _ in leaves)
-    # Leaves whose paths print alike cannot be told apart by a rule.
-    leaves = tuple(x for x in leaves if count[x[0]] == 1 and math.prod(x[1]))
-    shapes = dict(leaves)
-    open_leaves = [
-        (path, shape, kind_of(names.name_of(path), len(shape)))
-        for path, shape in leaves
-        if len(shape) > 1
-        and path not in rules._rule_of_path
-        and rules._pattern_of(path) is None
-    ]
-    matrices = [
-        (path, shape, kind)
-        for path, shape, kind in open_leaves
-        if len(shape) == 2 and not (kind and kind.adam)
-    ]
-    found = neighbours.findings(leaves, [path for path, _, _ in matrices])
-    sizes = doubts.Sizes.of(list(shapes.values()), [shape for _, shape, _ in matrices])
-    new = []
-    for path, shape, kind in matrices:
-        finding = found.get(path, neighbours.Finding(_IN_OUT, _RANK_2))
-        doubt = finding.doubt
-        if finding.axes is not None:
-            size_or_name = doubts.doubt_of_matrix(shape, kind, sizes)
-            doubt = " and ".join(filter(None, [doubt, size_or_name]))
-        if path in found or doubt:
-            new.append(LeafRule(path, finding.axes, finding.reason, doubt))
-    for path, shape, kind in open_leaves:
-        if kind is not None and kind.adam and not kind.sure:
-            doubt = doubts.doubt_of_adam(shape, kind, sizes)
-            if doubt:
-                new.append(LeafRule(path, None, f"name: {kind.label}", doubt))
-    if len(leaves) == 1 and leaves[0][0] == "" and len(leaves[0][1]) == 1:
-        if rules._pattern_of("") is None:
-            new.append(LeafRule("", None, "rank 1", doubts.FLATTENED))
-    return (
-        dataclasses.replace(rules, leaves=rules.leaves + tuple(new)) if new else rules
-    )
+
+    def decided(path: str) -> bool:
+        return path in rules._rule_of_path or rules._pattern_of(path) is not None
+
+    new = rules_of_tree(leaves, decided)
+    return dataclasses.replace(rules, leaves=(*rules.leaves, *new)) if new else rules
 
 
 _UNCOVERED = "NO RULE (rank 3 or more)"
-
-
-def _is_spec(x: Any) -> bool:
-    return hasattr(x, "reduction_axis") and hasattr(x, "output_axis")
-
-
-def _from_spec(spec: Any) -> MatrixAxes:
-    return MatrixAxes(spec.reduction_axis, spec.output_axis)

@@ -6,9 +6,10 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from muon2_optax.kinds import Kind
-from muon2_optax.names import components, pattern_of
-from muon2_optax.neighbours import UNORIENTED
+from muon2_optax.routing.kinds import Kind
+from muon2_optax.routing.leaves import Case
+from muon2_optax.routing.names import components, pattern_of
+from muon2_optax.routing.neighbours import UNORIENTED
 
 Shape = tuple[int, ...]
 # Matrices of hidden layers have more inputs and outputs than this, and are less oblong.
@@ -75,18 +76,8 @@ def settling_lines(path: str, shape: Shape, doubt: str) -> list[str]:
     return lines
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A leaf about which there is a doubt."""
-
-    path: str
-    shape: Shape
-    group: str
-    doubt: str
-
-
 def text_of(cases: Sequence[Case], most: int = 20) -> str:
-    """One paragraph for each group of doubtful leaves, with the rules that settle it."""
+    """Two lines for each group of doubtful leaves: the doubt, and what settles it."""
     groups: dict[tuple[object, ...], list[Case]] = collections.defaultdict(list)
     for case in cases:
         groups[pattern_of(case.path), case.shape, case.group, case.doubt].append(case)

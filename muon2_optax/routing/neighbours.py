@@ -1,7 +1,7 @@
 """What the leaves around a leaf say about it.
 
-A tree says more than its names: a bias has one entry for each output of the weight beside
-it, and where every leaf of a subtree shares an axis, that axis stacks layers.
+A tree says more than its names: a bias has one entry for each output of the weight
+beside it, and an axis that all leaves of a subtree share stacks layers.
 """
 
 import collections
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from muon2_optax.axes import MatrixAxes
-from muon2_optax.names import components
+from muon2_optax.routing.names import components
 
 Shape = tuple[int, ...]
 Path = tuple[str, ...]

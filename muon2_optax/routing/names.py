@@ -1,10 +1,10 @@
 """The path of a leaf as a list of names, whichever framework wrote it.
 
 Frameworks print the same leaf in many ways: ``params/h_0/ln_1/scale``,
-``transformer.h.0.ln_1.scale``, ``('h_0', 'ln_1', 'scale')``,
-``transformer/~/ln_1/scale``, ``h_0/ln_1/scale/value``. All of them have one normal form,
-``h_0/ln_1/scale``, in which names are compared. Components are compared as whole words:
-``LayerNorm_0``, ``layernorm`` and ``layer_norm_1`` are alike, ``normalizer`` is not.
+``h_0.ln_1.scale``, ``('h_0', 'ln_1', 'scale')``, ``h_0/~/ln_1/scale``,
+``h_0/ln_1/scale/value``. All of these have one normal form, ``h_0/ln_1/scale``. Names are
+compared in it, and by whole words: ``LayerNorm_0`` and ``layer_norm`` have the word
+"norm", ``normalizer`` has not.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import re
 # Whatever is no letter, digit, "_" or "-" separates: "/", ".", Haiku's "~", and the
 # brackets, quotes and commas of a tuple that is a key.
 _SEPARATORS = re.compile(r"[^\w\-]+")
-# The collection that Flax puts around all parameters; the attribute that holds the array
-# of a variable (Flax NNX) or of a named array (Haliax).
+# The collection that Flax puts around all parameters; the attribute that holds the
+# array of a variable (Flax NNX) or of a named array (Haliax).
 _AROUND, _INSIDE = ("params",), ("value", "raw_value", "array")
 _WORDS = re.compile(r"\d+d(?![a-zA-Z])|\d+D(?![a-z])|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # Abbreviations in which a capital letter starts no word.
@@ -26,8 +26,8 @@ _ONE_WORD = re.compile(r"LoRA|MoE|mHC")
 def components(path: str) -> tuple[str, ...]:
     """The components of a path's normal form.
 
-    Separators of every kind are alike, ``params`` in front is dropped, and so is what
-    only says that a box holds an array: ``value``, ``raw_value`` or ``array`` at the end.
+    Separators of every kind are alike. ``params`` in front is dropped, and so is, at the
+    end, the attribute by which a box holds its array: ``value``, ``raw_value``, ``array``.
 
     >>> components("['params']['h_0'].kernel.value")
     ('h_0', 'kernel')

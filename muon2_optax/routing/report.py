@@ -1,14 +1,14 @@
 """What ``MatrixRules.describe`` prints: where each leaf goes, and why."""
 
 import collections
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
 
-from muon2_optax.axes import ResolvedAxes, shape_factors
-from muon2_optax.doubts import Case, text_of
-from muon2_optax.names import pattern_of
+from muon2_optax.axes import shape_factors
+from muon2_optax.routing.doubts import text_of
+from muon2_optax.routing.leaves import Verdict
+from muon2_optax.routing.names import pattern_of
 
 Row = tuple[str, ...]
 WIDTH = 100
@@ -24,36 +24,6 @@ HEADER = (
     "parameters",
     "because of",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """Where one leaf goes.
-
-    Attributes:
-      path: the leaf's path.
-      shape: its shape.
-      axes: the axes of its matrices; None for AdamW.
-      reason: a short phrase: ``"name: head"``.
-      doubt: what speaks against it; empty where nothing does.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    axes: ResolvedAxes | None
-    reason: str
-    doubt: str = ""
-
-    @property
-    def group(self) -> str:
-        return "adam" if self.axes is None else "matrix"
-
-    @property
-    def case(self) -> Case:
-        """The leaf as one to ask the user about."""
-        return Case(
-            self.path, self.shape, self.group, self.doubt or "no rule covers it"
-        )
 
 
 def report(verdicts: Sequence[Verdict], shape_scale: str) -> str:

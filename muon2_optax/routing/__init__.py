@@ -1,0 +1,1 @@
+"""Where a leaf goes when no rule says so: its names, its neighbours, and doubts."""

@@ -1,0 +1,64 @@
+"""What a tree as a whole says of its leaves, as one rule for each."""
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+
+from muon2_optax.axes import MatrixAxes
+from muon2_optax.routing import doubts, names, neighbours
+from muon2_optax.routing.kinds import Kind, kind_of
+from muon2_optax.routing.leaves import LeafRule
+
+Shape = tuple[int, ...]
+# What a leaf of rank 2 is where nothing else is known.
+IN_OUT, RANK_2 = MatrixAxes(0, 1), "default: rank 2"
+
+
+def rules_of_tree(
+    leaves: Sequence[tuple[str, Shape]], decided: Callable[[str], bool]
+) -> list[LeafRule]:
+    """A rule for each leaf that neighbours decide, or about which there is a doubt.
+
+    Args:
+      leaves: path and shape of every leaf.
+      decided: whether the user's rules decide the leaf of this path already.
+    """
+    count = collections.Counter(path for path, _ in leaves)
+    # Leaves whose paths print alike cannot be told apart by a rule.
+    leaves = [x for x in leaves if count[x[0]] == 1 and math.prod(x[1])]
+    kinds = {
+        path: kind_of(names.name_of(path), len(shape))
+        for path, shape in leaves
+        if len(shape) > 1 and not decided(path)
+    }
+    shapes = dict(leaves)
+    matrices = [
+        path
+        for path, kind in kinds.items()
+        if len(shapes[path]) == 2 and not (kind and kind.adam)
+    ]
+    sizes = doubts.Sizes.of(list(shapes.values()), [shapes[path] for path in matrices])
+    found = neighbours.findings(leaves, matrices)
+    rules = []
+    for path in matrices:
+        known = found.get(path, neighbours.Finding(IN_OUT, RANK_2))
+        doubt = _doubt(known, shapes[path], kinds[path], sizes)
+        if path in found or doubt:
+            rules.append(LeafRule(path, known.axes, known.reason, doubt))
+    for path, kind in kinds.items():
+        if kind is not None and kind.adam:
+            doubt = doubts.doubt_of_adam(shapes[path], kind, sizes)
+            if doubt:
+                rules.append(LeafRule(path, None, f"name: {kind.label}", doubt))
+    if shapes.keys() == {""} and len(shapes[""]) == 1 and not decided(""):
+        rules.append(LeafRule("", None, "rank 1", doubts.FLATTENED))
+    return rules
+
+
+def _doubt(
+    known: neighbours.Finding, shape: Shape, kind: Kind | None, sizes: doubts.Sizes
+) -> str:
+    if known.axes is None:
+        return known.doubt
+    others = doubts.doubt_of_matrix(shape, kind, sizes)
+    return " and ".join(filter(None, (known.doubt, others)))

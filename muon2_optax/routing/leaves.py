@@ -1,0 +1,65 @@
+"""What is known of one leaf: a rule for it, where it goes, a doubt about that."""
+
+import dataclasses
+
+from muon2_optax.axes import MatrixAxes, ResolvedAxes
+
+MATRIX, ADAM = "matrix", "adam"
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRule:
+    """What one leaf is, known from its model or its neighbours rather than its name.
+
+    Attributes:
+      path: the leaf's path, ``"layers/0/kernel"``.
+      axes: the axes that form its matrices, or None for AdamW.
+      reason: a short phrase for ``MatrixRules.describe``: ``"module Linear"``.
+      doubt: what speaks against it, for a warning; empty where nothing does.
+    """
+
+    path: str
+    axes: MatrixAxes | None
+    reason: str
+    doubt: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A leaf about which there is a doubt."""
+
+    path: str
+    shape: Shape
+    group: str
+    doubt: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Where one leaf goes.
+
+    Attributes:
+      path: the leaf's path.
+      shape: its shape.
+      axes: the axes of its matrices; None for AdamW.
+      reason: a short phrase: ``"name: head"``.
+      doubt: what speaks against it; empty where nothing does.
+    """
+
+    path: str
+    shape: Shape
+    axes: ResolvedAxes | None
+    reason: str
+    doubt: str = ""
+
+    @property
+    def group(self) -> str:
+        return ADAM if self.axes is None else MATRIX
+
+    @property
+    def case(self) -> Case:
+        """The leaf as one to ask the user about."""
+        return Case(
+            self.path, self.shape, self.group, self.doubt or "no rule covers it"
+        )
