@@ -33,19 +33,21 @@ from muon2_optax.routing.leaves import Verdict
 class MatrixRules:
     """An ordered list of path patterns, first match wins.
 
-    A pattern is a regular expression searched in the leaf's path, written
-    ``"layers/0/attn/q_proj/kernel"``. Its value says which axes form the matrix, or is
-    None for "not a matrix" (AdamW). Leaves that no pattern matches follow the defaults:
-    embeddings, position tables, heads, norms, biases and routers (by name), and every
-    leaf of rank 0 or 1, go to AdamW; other rank-2 leaves are matrices of shape
-    (fan_in, fan_out); leaves of higher rank go to AdamW with a warning, or raise with
+    A pattern is a regular expression, searched in the leaf's path as it is printed and
+    in its normal form, ``"layers/0/attn/q_proj/kernel"`` (``routing.names``). Its value
+    says which axes form the matrix, or is None for "not a matrix" (AdamW). Leaves that
+    no pattern matches follow the defaults: what AdamW trains by its name
+    (``routing.kinds``), and every leaf of rank 0 or 1, goes to AdamW; other rank-2
+    leaves are matrices of shape (fan_in, fan_out), unless their neighbours say otherwise
+    (``bind``); leaves of higher rank go to AdamW with a warning, or raise with
     ``strict=True``. Leaves without elements always go to AdamW.
 
     Attributes:
       patterns: ``((regex, MatrixAxes | None), ...)``.
       strict: raise where a leaf of rank 3 or more has no rule.
-      by_name: apply the defaults that go by name; if False, every rank-2 leaf without
-        a rule is a matrix, embeddings and heads included.
+      by_name: read names. If False, every rank-2 leaf without a rule is a matrix,
+        embeddings and heads included; neighbours do not count, nothing is doubtful, and
+        patterns are searched in the path as it is printed only.
       leaves: what is known of single leaves, one ``LeafRule`` each. A pattern that
         matches the leaf comes first, the defaults come after.
       allow_unused: accept patterns that match no leaf, as those for several models.
@@ -100,11 +102,11 @@ class MatrixRules:
         """These rules, with what this tree as a whole says of its leaves.
 
         A leaf's neighbours decide where its name and shape do not: vectors of stacked
-        layers, biases called ``b``, gates beside experts, weights stored (out, in). What
-        they say becomes ``leaves`` of the result. The optimizers bind their rules
-        themselves. A chain of transforms, which see the matrices without the rest, needs
-        ``rules = rules.bind(params)`` wherever neighbours decide, and may always have it.
-        Bound rules serve this tree, and parts of it, only.
+        layers, biases called ``b``, gates beside experts, weights stored (out, in).
+        What they say becomes ``leaves`` of the result. The optimizers bind their rules
+        themselves. A chain of transforms, which see the matrices without the rest,
+        needs ``rules = rules.bind(params)`` wherever neighbours decide, and may always
+        have it. Bound rules serve this tree, and parts of it, only.
 
         Args:
           params: the parameters, or their shapes.
@@ -181,9 +183,9 @@ class MatrixRules:
         """A table of what happens to each leaf, and why.
 
         One row for each leaf, or in large trees for all whose paths differ in numbers
-        only: group, matrices, axes (in -> out), shape factor, number of parameters, and
-        the reason. Doubtful leaves come first, with the rules that settle them. The last
-        lines are the totals of both groups.
+        only: group, matrices, axes (in -> out), shape factor, number of parameters,
+        and the reason. Doubtful leaves come first, with the rules that settle them. The
+        last lines are the totals of both groups.
 
         Args:
           params: the parameters, or their shapes.
@@ -237,7 +239,7 @@ class MatrixRules:
 
     def _pattern_of(self, path: str) -> tuple[int, tuple[str, Any]] | None:
         """The first pattern that the path, as it is or in normal form, contains."""
-        normal = names.normal(path) if self.patterns else ""
+        normal = names.normal(path) if self.by_name and self.patterns else path
         for number, (pattern, axes) in enumerate(self.patterns, 1):
             if re.search(pattern, path) or re.search(pattern, normal):
                 return number, (pattern, axes)
@@ -268,7 +270,9 @@ class MatrixRules:
     def _check_patterns(self, paths: Sequence[str]) -> None:
         if self.allow_unused:
             return
-        normal = [names.normal(path) for path in paths] if self.patterns else []
+        normal = paths
+        if self.patterns and self.by_name:
+            normal = [names.normal(path) for path in paths]
         for pattern, _ in self.patterns if paths else ():
             search = re.compile(pattern).search
             if not any(map(search, paths)) and not any(map(search, normal)):

@@ -195,7 +195,7 @@ def test_describe():
     assert table["layers/qkv"][:6] == [
         "(16, 24)",
         "matrix",
-        "1 x 16x16 + 1 x 16x4 + 1 x 16x4",
+        "1 x 16x(16+4+4)",
         "0 -> 1",
         "1, 0.5, 0.5",
         "384",

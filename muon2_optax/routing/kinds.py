@@ -1,8 +1,8 @@
 """What the name of a leaf says it is: the table of kinds that AdamW trains.
 
 Embeddings and heads see one-hot inputs or outputs, for which a spectral step is the
-wrong geometry (Bernstein & Newhouse, "Modular duality", 2024). Everything else here is a
-vector for each head, channel, layer or token, or a kernel whose channels do not mix.
+wrong geometry (Bernstein & Newhouse, "Modular duality", 2024). Everything else here is
+a vector for each head, channel, layer or token, or a kernel whose channels do not mix.
 
 Patterns are compared with whole names, written as words joined by "_" (``names.Name``):
 ``LayerNorm_0`` is ``layer_norm``. They are tried in the order of the table.
@@ -31,12 +31,12 @@ class Kind:
 
     Attributes:
       label: what the leaf is, in a word or two.
-      places: where the name may stand. ``leaf``: the leaf itself. ``owner``: the module
-        that owns it. ``vector's owner``: the same, of a leaf that is called what a vector
-        may be called (``weight``, ``scale``, ``bias``, but not ``kernel``). ``kernel's
-        owner``: the same, of a ``kernel``. ``above``: any module further up. ``pair``:
-        two names in a row, ``owner/leaf`` or ``parent/owner``. ``top``: the owner, with
-        nothing but the model above it.
+      places: where the name may stand. ``leaf``: the leaf itself. ``owner``: the
+        module that owns it. ``vector's owner``: the same, of a leaf that is called what
+        a vector may be called (``weight``, ``scale``, ``bias``, but not ``kernel``).
+        ``kernel's owner``: the same, of a ``kernel``. ``above``: any module further up.
+        ``pair``: two names in a row, ``owner/leaf`` or ``parent/owner``. ``top``: the
+        owner, with nothing but the model above it.
       pattern: a regular expression for the whole name.
       unless: the same for names that do not count after all.
       adam: AdamW trains it; if False, it stays a matrix (of half matches only).

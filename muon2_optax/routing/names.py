@@ -2,8 +2,8 @@
 
 Frameworks print the same leaf in many ways: ``params/h_0/ln_1/scale``,
 ``h_0.ln_1.scale``, ``('h_0', 'ln_1', 'scale')``, ``h_0/~/ln_1/scale``,
-``h_0/ln_1/scale/value``. All of these have one normal form, ``h_0/ln_1/scale``. Names are
-compared in it, and by whole words: ``LayerNorm_0`` and ``layer_norm`` have the word
+``h_0/ln_1/scale/value``. All of these have one normal form, ``h_0/ln_1/scale``. Names
+are compared in it, and by whole words: ``LayerNorm_0`` and ``layer_norm`` have the word
 "norm", ``normalizer`` has not.
 """
 
@@ -26,8 +26,8 @@ _ONE_WORD = re.compile(r"LoRA|MoE|mHC")
 def components(path: str) -> tuple[str, ...]:
     """The components of a path's normal form.
 
-    Separators of every kind are alike. ``params`` in front is dropped, and so is, at the
-    end, the attribute by which a box holds its array: ``value``, ``raw_value``, ``array``.
+    Separators of every kind are alike. ``params`` in front is dropped, and at the end
+    the attribute by which a box holds its array: ``value``, ``raw_value``, ``array``.
 
     >>> components("['params']['h_0'].kernel.value")
     ('h_0', 'kernel')

@@ -58,8 +58,9 @@ def _row(alike: Sequence[Verdict], shape_scale: str) -> Row:
     matrices = axes = factor = "-"
     if first.axes is not None:
         count = math.prod(first.axes.shape[a] for a in first.axes.batch)
-        sizes = [f"{count} x {first.axes.fan_in}x{n}" for n in first.axes.splits]
-        matrices = _short(sizes, " + ")
+        outs = _short([str(n) for n in first.axes.splits], "+")
+        outs = f"({outs})" if len(first.axes.splits) > 1 else outs
+        matrices = f"{count} x {first.axes.fan_in}x{outs}"
         axes = f"{_axes(first.axes.ins)} -> {_axes(first.axes.outs)}"
         factor = _short(
             [f"{f:.4g}" for f in shape_factors(first.axes, shape_scale)], ", "
@@ -74,7 +75,7 @@ def _table(rows: Sequence[Row]) -> str:
     """Columns of equal width; a path that does not fit stands on a line of its own."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     rest = sum(widths[1:-1]) + 2 * (len(widths) - 1) + min(widths[-1], 24)
-    widths[0] = min(widths[0], max(WIDTH - rest, 12))
+    widths[0] = min(widths[0], max(WIDTH - rest, 24))
     lines = []
     for path, *cells in rows:
         if len(path) > widths[0]:
