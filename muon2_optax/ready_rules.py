@@ -19,8 +19,8 @@ def _under(modules: str, leaf: str) -> str:
 
 
 # Scanned layers are stacked on axis 1, so most kernels are (in, layers, out). These
-# agree with the dimension numbers that MaxText 0.2.5 gives its own Muon on every leaf of
-# ten models (llama2, deepseek2, 3 and 4, gemma3, three of qwen3, mixtral, gpt-oss).
+# agree with the dimension numbers that MaxText 0.2.5 gives its own Muon, on every leaf
+# of ten models (llama2, deepseek2, 3 and 4, gemma3, three of qwen3, mixtral, gpt-oss).
 MAXTEXT: Pairs = (
     (
         r"(^|/)(scale|embedding|logits_dense|(post|pre|res)_beta|hc_base|sinks|tid2eid|"
@@ -48,7 +48,7 @@ MAXTEXT: Pairs = (
 
 # Levanter 9263f81 (src/levanter/models, layers/attention.py) and Haliax f41e7d4
 # (nn/linear.py). Axes are counted from the end: ``Stacked`` puts the layers in front,
-# ``MoELinear`` the experts. ``Linear`` is stored (out, in), except in GPT-2 and Whisper;
+# ``MoELinear`` the experts. ``Linear`` is stored (out, in), but for GPT-2 and Whisper;
 # ``MoELinear`` is (in, out). The array inside a ``NamedArray`` prints as "0".
 _WEIGHT = r"/weight(/0)?$"
 LEVANTER: Pairs = (

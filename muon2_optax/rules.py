@@ -38,9 +38,9 @@ class MatrixRules:
     says which axes form the matrix, or is None for "not a matrix" (AdamW). Leaves that
     no pattern matches follow the defaults: what AdamW trains by its name
     (``routing.kinds``), and every leaf of rank 0 or 1, goes to AdamW; other rank-2
-    leaves are matrices of shape (fan_in, fan_out), unless their neighbours say otherwise
-    (``bind``); leaves of higher rank go to AdamW with a warning, or raise with
-    ``strict=True``. Leaves without elements always go to AdamW.
+    leaves are matrices of shape (fan_in, fan_out), unless their neighbours say
+    otherwise (``bind``); leaves of higher rank go to AdamW with a warning, or raise
+    with ``strict=True``. Leaves without elements always go to AdamW.
 
     Attributes:
       patterns: ``((regex, MatrixAxes | None), ...)``.

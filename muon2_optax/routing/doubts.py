@@ -61,19 +61,19 @@ def doubt_of_adam(shape: Shape, kind: Kind, sizes: Sizes) -> str:
 
 
 def settling_lines(path: str, shape: Shape, doubt: str) -> list[str]:
-    """The lines of rules that settle a doubt, one for each answer."""
+    """The rules that settle a doubt, one line for each answer."""
     if doubt == FLATTENED:
-        return ["without optax.flatten matrices are seen", "('', None) keeps AdamW"]
+        return [
+            "leave optax.flatten out: Muon needs to see the matrices",
+            '(r"^$", None)  # AdamW',
+        ]
     digits = re.sub(r"\d+", r"\\d+", "/".join(components(path)))
-    pattern = f'r"^{digits}$"'
-    axes = "MatrixAxes(-2, -1)"
+    answers = {"MatrixAxes(-2, -1)": "Muon, (in, out)", "None": "AdamW"}
     if len(shape) != 2:
-        axes = "MatrixAxes(in axes, out axes)"
-    lines = [f"({pattern}, {axes}) for Muon", f"({pattern}, None) for AdamW"]
-    if UNORIENTED in doubt:
-        lines[0] += " as (in, out)"
-        lines.insert(1, f"({pattern}, MatrixAxes(-1, -2)) for Muon as (out, in)")
-    return lines
+        answers = {"MatrixAxes(<in>, <out>)": "Muon", "None": "AdamW"}
+    elif UNORIENTED in doubt:
+        answers = {"MatrixAxes(-1, -2)": "Muon, (out, in)", **answers}
+    return [f'(r"^{digits}$", {axes}),  # {group}' for axes, group in answers.items()]
 
 
 def text_of(cases: Sequence[Case], most: int = 20) -> str:
@@ -92,9 +92,8 @@ def text_of(cases: Sequence[Case], most: int = 20) -> str:
             paths if len(paths) <= 3 else [f"{paths[0]} and {len(paths) - 1} like it"]
         )
         lines.append(f"  {names} {case.shape} goes to {case.group}, but {case.doubt}:")
-        lines.append(
-            "    " + "; ".join(settling_lines(case.path, case.shape, case.doubt))
-        )
+        settling = settling_lines(case.path, case.shape, case.doubt)
+        lines.extend(f"    {line}" for line in settling)
     return "\n".join(lines)
 
 

@@ -61,7 +61,7 @@ _WHICH = (  # what may stand behind the word for a norm: which of them it is
 )
 _EMBEDDING = (
     r"[a-z]*emb|[a-z]*embds?|embs|(?!un)[a-z]*embeds?|(?!un)[a-z]*embedd?ings?|"
-    r"embedders?|w[tp]e"
+    r"embedders?|wt?[tp]e"
 )
 _PROJECTION = (  # names of maps between activations
     r".*_to_.*|.*mapping.*|.*_(?:[a-z]*proj|projs|projections?|projector|linear|dense|mlp"
@@ -183,13 +183,8 @@ KINDS = (
         rf"(?:.*_)?(?:{_NORM})(?:_(?:{_WHICH}))*",
         unless=_word("ada[a-z]*"),
     ),
-    Kind(
-        "norm",
-        ("kernel's owner",),
-        _last(_NORM),
-        _word("ada[a-z]*|mlp|dense"),
-        sure=False,
-    ),
+    # EasyLM's norms call their scale ``kernel``.
+    Kind("norm", ("kernel's owner",), _last(_NORM), unless=_word("ada[a-z]*")),
     Kind("scale", ("leaf",), rf"{_last(_SCALE)}|g"),
     Kind("scale", ("vector's owner",), _last(_SCALE), sure=False),
     Kind("norm", ("vector's owner",), _word(_NORM), adam=False, sure=False),

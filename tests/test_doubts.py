@@ -1,0 +1,128 @@
+"""Doubtful leaves: what is said of them, once, and what settles it."""
+
+import re
+import warnings
+
+import jax.numpy as jnp
+import optax
+import pytest
+from matrices import normal32
+from routing import labels_of, leaf, matrices_of, quick_compilation  # noqa: F401
+
+import muon2_optax as m2
+from muon2_optax import MatrixAxes, MatrixRules
+
+BLOCK = {"fc": {"kernel": leaf(64, 256)}, "proj": {"kernel": leaf(256, 64)}}
+# path, shape, where it goes, what is said
+DOUBTFUL = [
+    ("film/mix", (1, 256), "matrix", "a side is 1"),
+    ("critic/out/kernel", (256, 3), "matrix", "a side is 3"),
+    ("wide/kernel", (16, 2048), "matrix", "one side is 128 times the other"),
+    ("patch_embed_proj/kernel", (48, 64), "matrix", "half that of .*: embedding"),
+    ("pair_bias/kernel", (64, 16), "matrix", "half that of .*: bias"),
+    ("q_scale/kernel", (64, 64), "matrix", "half that of .*: scale"),
+    ("norm_mixer/weight", (64, 64), "matrix", "half that of .*: norm"),
+    ("conv/kernel", (9, 64), "matrix", "half that of .*: convolution"),
+    ("out_scale/weight", (256, 256), "adam", "only half says scale"),
+]
+
+
+@pytest.mark.parametrize("path, shape, group, said", DOUBTFUL)
+def test_a_doubtful_leaf_is_warned_about_and_goes_where_documented(
+    path, shape, group, said
+):
+    tree = {"block": BLOCK, path: leaf(*shape)}
+    with pytest.warns(UserWarning, match=said) as seen:
+        assert labels_of(MatrixRules(), tree)[path] == group
+    assert len(seen) == 1 and repr(path) in str(seen[0].message)
+    with pytest.raises(ValueError, match=re.escape(repr(path))):
+        MatrixRules().check(tree)
+    described = MatrixRules().describe(tree).splitlines()
+    assert "DOUBTFUL" in described[described.index("") + 2]  # below the header
+
+
+@pytest.mark.parametrize("path, shape, group, said", DOUBTFUL)
+def test_each_line_of_the_warning_settles_it(path, shape, group, said):
+    tree = {"block": BLOCK, path: leaf(*shape)}
+    with pytest.warns(UserWarning) as seen:
+        MatrixRules().labels(tree)
+    lines = [x for x in str(seen[0].message).splitlines() if x.startswith("    (r")]
+    ends = set()
+    for line in lines:
+        (pair,) = eval("[" + line + "\n]", {"MatrixAxes": MatrixAxes})
+        rules = MatrixRules((pair,))
+        rules.check(tree)
+        ends.add(labels_of(rules, tree)[path])  # and does not warn
+    assert ends == {"matrix", "adam"}
+
+
+def test_layers_alike_are_one_line():
+    tree = {f"layers_{i}": {"gate_vector": leaf(1, 256), **BLOCK} for i in range(40)}
+    with pytest.warns(UserWarning) as seen:
+        MatrixRules().labels(tree)
+    text = str(seen[0].message)
+    assert "40 leaves" in text and "'layers_0/gate_vector' and 39 like it" in text
+    assert text.count("\n") < 6
+    pattern = re.search(r'\(r"(.*)", None', text).group(1)
+    settled = MatrixRules(((pattern, None),))
+    settled.check(tree)
+    assert "layers_*/gate_vector x 40" in settled.describe(tree)
+
+
+def test_pythons_registry_shows_it_once():
+    tree = {"block": BLOCK, "x": leaf(2, 64)}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            MatrixRules().labels(tree)
+    assert len(seen) == 1
+
+
+def test_sizes_of_toy_trees_mean_nothing():
+    labels_of(MatrixRules(), {"w": leaf(2, 3), "v": leaf(1, 16), "u": leaf(32, 48)})
+
+
+def test_models_of_ordinary_names_and_sizes_raise_no_doubt():
+    block = {
+        "ln_1": {"scale": leaf(128), "bias": leaf(128)},
+        "attn": {"qkv": {"kernel": leaf(128, 384)}, "out": {"kernel": leaf(128, 128)}},
+        "mlp": {"fc1": {"kernel": leaf(128, 512)}, "fc2": {"kernel": leaf(512, 128)}},
+    }
+    tree = {
+        "params": {
+            "patch_embed": {"kernel": leaf(768, 128)},
+            "cls_token": leaf(1, 128),
+            "pos_embedding": leaf(197, 128),
+            "blocks": [block, block],
+            "encoder_norm": {"scale": leaf(128)},
+            "head": {"kernel": leaf(128, 1000), "bias": leaf(1000)},
+            "lm_head": {"kernel": leaf(128, 50_000)},
+        }
+    }
+    MatrixRules().check(tree)
+    assert len(matrices_of(tree)) == 8
+
+
+def test_check_also_refuses_what_no_rule_covers():
+    tree = {"block": BLOCK, "conv": {"kernel": leaf(3, 3, 16, 32)}}
+    with pytest.raises(ValueError, match=r"'conv/kernel' \(3, 3, 16, 32\).*no rule"):
+        MatrixRules().check(tree)
+    MatrixRules((("conv", MatrixAxes((0, 1, 2), 3)),)).check(tree)
+
+
+def test_flattened_parameters_are_warned_about():
+    tree = {"w": normal32((8, 16)), "b": normal32((16,))}
+    tx = optax.flatten(m2.muon(0.1))
+    with pytest.warns(UserWarning, match=r"optax\.flatten"):
+        tx.init(tree)
+    # A model with a single vector is another matter.
+    m2.muon(0.1).init({"w": jnp.ones(16)})
+
+
+def test_large_trees_are_described_by_pattern_within_100_columns():
+    layers = [{"attn": {"q": {"kernel": leaf(64, 64)}}, **BLOCK} for _ in range(48)]
+    text = MatrixRules().describe({"params": {"layers": layers}})
+    assert "params/layers/*/attn/q/kernel x 48" in text
+    assert max(map(len, text.splitlines())) <= 100
+    size = 48 * (64 * 64 + 2 * 64 * 256)
+    assert f"total of matrix (Muon): 144 leaves, {size:,} parameters" in text
