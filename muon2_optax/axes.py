@@ -39,10 +39,17 @@ class MatrixAxes:
     fused q, k, v, axis of 3     (d, 3, d)               ``MatrixAxes(-3, -1)``
     fused q, k, v, flat          (d, dq + dk + dv)       ``MatrixAxes(-2, -1, (dq, dk,
                                                          dv))``
+    kernel stacked on axis 1     (in, layers, out)       ``MatrixAxes(0, -1)``
     ===========================  ======================  =============================
 
     Negative axes fit the same layer stacked (scanned) over layers or experts in front:
     the axes before the matrix are batch axes then. Axes counted from the front do not.
+    Neither do negative ones where layers are stacked on axis 1, as MaxText's always are
+    and those of ``nn.scan(variable_axes={"params": 1})``: ``MatrixAxes(-2, -1)`` of
+    (64, 3, 128) would be 64 matrices of 3 x 128 in place of 3 of 64 x 128, and nothing
+    is there to notice it. There the inputs are axis 0, the outputs the last:
+    ``MatrixAxes(0, -1)``, for heads ``MatrixAxes(0, (-2, -1))`` and
+    ``MatrixAxes((0, -2), -1)``. ``MatrixRules.describe`` shows the matrices.
 
     Attributes:
       in_axis: axis or axes summed over (fan-in); negative counts from the end.
