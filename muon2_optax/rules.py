@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from muon2_optax.routing.kinds import kind_of
 from muon2_optax.routing.leaves import ADAM as ADAM
 from muon2_optax.routing.leaves import MATRIX as MATRIX
 from muon2_optax.routing.leaves import LeafRule as LeafRule
-from muon2_optax.routing.leaves import Verdict
+from muon2_optax.routing.leaves import UNCOVERED, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,21 +144,7 @@ class MatrixRules:
             return verdicts[-1].group
 
         labels = trees.map_named(label, params)
-        uncovered = [(v.path, v.shape) for v in verdicts if v.reason == _UNCOVERED]
-        if uncovered:
-            warnings.warn(
-                "no matrix rule for these leaves of rank 3 or more, so AdamW trains"
-                f" them: {doubts.names_of(uncovered)}. Add rules to MatrixRules (None"
-                " keeps AdamW and silences this), or set strict=True to raise instead.",
-                stacklevel=1,  # one place, so that Python shows it once, not per step
-            )
-        cases = [v.case for v in verdicts if v.doubt]
-        if cases:
-            warnings.warn(
-                f"{len(cases)} leaves may be with the wrong optimizer; a rule settles"
-                f" each:\n{doubts.text_of(cases)}",
-                stacklevel=1,
-            )
+        report.warn_of(verdicts)
         return labels
 
     def check(self, params: optax.Params) -> None:
@@ -170,9 +155,7 @@ class MatrixRules:
             without a rule. All are listed, each with the rules that settle it.
         """
         self._check_patterns([name for name, _ in trees.named_leaves(params)])
-        cases = [
-            v.case for v in self._verdicts(params) if v.doubt or v.reason == _UNCOVERED
-        ]
+        cases = [v.case for v in self._verdicts(params) if v.doubt or v.uncovered]
         if cases:
             raise ValueError(
                 f"{len(cases)} leaves are doubtful; a rule settles each:\n"
@@ -235,7 +218,7 @@ class MatrixRules:
                 " MatrixRules, for example (pattern, MatrixAxes(-2, -1)) for a stack of"
                 " matrices, or (pattern, None) for AdamW"
             )
-        return Verdict(path, shape, None, _UNCOVERED)
+        return Verdict(path, shape, None, UNCOVERED)
 
     def _pattern_of(self, path: str) -> tuple[int, tuple[str, Any]] | None:
         """The first pattern that the path, as it is or in normal form, contains."""
@@ -295,6 +278,3 @@ def _bound(
 
     new = rules_of_tree(leaves, decided)
     return dataclasses.replace(rules, leaves=(*rules.leaves, *new)) if new else rules
-
-
-_UNCOVERED = "NO RULE (rank 3 or more)"

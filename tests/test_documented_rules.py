@@ -47,6 +47,11 @@ RULES = {
         MatrixAxes((0, -2), -1),
         [(np.s_[:, i], (0, 1, 2), (10, 6)) for i in range(3)],
     ),
+    "stacked on axis 1": Rule(
+        (6, 3, 10),
+        MatrixAxes(0, -1),
+        [(np.s_[:, i], (0, 1), (6, 10)) for i in range(3)],
+    ),
     "per head": Rule(
         (6, 3, 5),
         MatrixAxes(0, 2),

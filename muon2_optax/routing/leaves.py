@@ -6,6 +6,7 @@ from muon2_optax.axes import MatrixAxes, ResolvedAxes
 
 MATRIX, ADAM = "matrix", "adam"
 Shape = tuple[int, ...]
+UNCOVERED = "NO RULE (rank 3 or more)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Verdict:
     @property
     def group(self) -> str:
         return ADAM if self.axes is None else MATRIX
+
+    @property
+    def uncovered(self) -> bool:
+        """Whether AdamW gets it only because no rule covers its rank."""
+        return self.reason == UNCOVERED
 
     @property
     def case(self) -> Case:

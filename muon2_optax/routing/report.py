@@ -3,10 +3,11 @@
 import collections
 import math
 import re
+import warnings
 from collections.abc import Sequence
 
 from muon2_optax.axes import shape_factors
-from muon2_optax.routing.doubts import text_of
+from muon2_optax.routing.doubts import names_of, text_of
 from muon2_optax.routing.leaves import Verdict
 from muon2_optax.routing.names import pattern_of
 
@@ -24,6 +25,28 @@ HEADER = (
     "parameters",
     "because of",
 )
+
+
+def warn_of(verdicts: Sequence[Verdict]) -> None:
+    """Warns of leaves that no rule covers, and of doubtful ones.
+
+    From one place each, so that Python shows a warning once, not in every step.
+    """
+    uncovered = [(v.path, v.shape) for v in verdicts if v.uncovered]
+    if uncovered:
+        warnings.warn(
+            "no matrix rule for these leaves of rank 3 or more, so AdamW trains them:"
+            f" {names_of(uncovered)}. Add rules to MatrixRules (None keeps AdamW and"
+            " silences this), or set strict=True to raise instead.",
+            stacklevel=1,
+        )
+    cases = [v.case for v in verdicts if v.doubt]
+    if cases:
+        warnings.warn(
+            f"{len(cases)} leaves may be with the wrong optimizer; a rule settles"
+            f" each:\n{text_of(cases)}",
+            stacklevel=1,
+        )
 
 
 def report(verdicts: Sequence[Verdict], shape_scale: str) -> str:
