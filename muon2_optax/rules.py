@@ -24,8 +24,8 @@ from muon2_optax.routing.dimension_numbers import patterns_from
 from muon2_optax.routing.kinds import kind_of
 from muon2_optax.routing.leaves import ADAM as ADAM
 from muon2_optax.routing.leaves import MATRIX as MATRIX
-from muon2_optax.routing.leaves import LeafRule as LeafRule
 from muon2_optax.routing.leaves import UNCOVERED, Verdict
+from muon2_optax.routing.leaves import LeafRule as LeafRule
 
 
 @dataclasses.dataclass(frozen=True)
