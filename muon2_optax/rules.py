@@ -26,6 +26,7 @@ from muon2_optax.routing.leaves import ADAM as ADAM
 from muon2_optax.routing.leaves import MATRIX as MATRIX
 from muon2_optax.routing.leaves import UNCOVERED, Verdict
 from muon2_optax.routing.leaves import LeafRule as LeafRule
+from muon2_optax.routing.patterns import Patterns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,16 +189,12 @@ class MatrixRules:
         """In this order: size, patterns, single leaves, rank, names, rank again."""
         if math.prod(shape) == 0:
             return Verdict(path, shape, None, "no elements")
-        found = self._pattern_of(path)
-        if found is not None:
-            number, (pattern, axes) = found
-            return self._fitted(
-                path,
-                shape,
-                axes,
-                f"rule {pattern!r}",
-                f"your rule {number} {pattern!r}",
-            )
+        number = self._searched.first(path)
+        if number is not None:
+            pattern, axes = self.patterns[number]
+            rule = f"rule {pattern!r}"
+            reason = f"your rule {number + 1} {pattern!r}"
+            return self._fitted(path, shape, axes, rule, reason)
         known = self._rule_of_path.get(path) or self._rule_of_path.get(
             names.normal(path)
         )
@@ -219,14 +216,6 @@ class MatrixRules:
                 " matrices, or (pattern, None) for AdamW"
             )
         return Verdict(path, shape, None, UNCOVERED)
-
-    def _pattern_of(self, path: str) -> tuple[int, tuple[str, Any]] | None:
-        """The first pattern that the path, as it is or in normal form, contains."""
-        normal = names.normal(path) if self.by_name and self.patterns else path
-        for number, (pattern, axes) in enumerate(self.patterns, 1):
-            if re.search(pattern, path) or re.search(pattern, normal):
-                return number, (pattern, axes)
-        return None
 
     @staticmethod
     def _fitted(
@@ -250,19 +239,17 @@ class MatrixRules:
         by_normal = {n: x for n, x in zip(normal, self.leaves) if count[n] == 1}
         return by_normal | {leaf.path: leaf for leaf in self.leaves}
 
+    @functools.cached_property
+    def _searched(self) -> Patterns:
+        return Patterns([pattern for pattern, _ in self.patterns], self.by_name)
+
     def _check_patterns(self, paths: Sequence[str]) -> None:
-        if self.allow_unused:
-            return
-        normal = paths
-        if self.patterns and self.by_name:
-            normal = [names.normal(path) for path in paths]
-        for pattern, _ in self.patterns if paths else ():
-            search = re.compile(pattern).search
-            if not any(map(search, paths)) and not any(map(search, normal)):
-                shown = ", ".join(map(repr, paths[:8])) + (", ..." if paths[8:] else "")
-                raise ValueError(
-                    f"rule {pattern!r} matches no parameter; the paths are {shown}"
-                )
+        missing = self._searched.unmatched(paths)
+        if paths and missing and not self.allow_unused:
+            shown = ", ".join(map(repr, paths[:8])) + (", ..." if paths[8:] else "")
+            raise ValueError(
+                f"rule {missing[0]!r} matches no parameter; the paths are {shown}"
+            )
 
 
 @functools.lru_cache(maxsize=16)
@@ -274,7 +261,7 @@ def _bound(
         return rules
 
     def decided(path: str) -> bool:
-        return path in rules._rule_of_path or rules._pattern_of(path) is not None
+        return path in rules._rule_of_path or rules._searched.first(path) is not None
 
     new = rules_of_tree(leaves, decided)
     return dataclasses.replace(rules, leaves=(*rules.leaves, *new)) if new else rules
