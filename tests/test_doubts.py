@@ -18,7 +18,10 @@ DOUBTFUL = [
     ("film/mix", (1, 256), "matrix", "a side is 1"),
     ("critic/out/kernel", (256, 3), "matrix", "a side is 3"),
     ("wide/kernel", (16, 2048), "matrix", "one side is 128 times the other"),
-    ("patch_embed_proj/kernel", (48, 64), "matrix", "half that of .*: embedding"),
+    ("patch_embed_proj/w", (48, 64), "matrix", "half that of .*: embedding"),
+    ("patch_embed/kernel", (256, 128), "adam", "only half says embedding"),
+    ("txt/head/kernel", (128, 128), "adam", "a square"),
+    ("decoder/kernel", (64, 10), "matrix", "half that of .*: head"),
     ("pair_bias/kernel", (64, 16), "matrix", "half that of .*: bias"),
     ("q_scale/kernel", (64, 64), "matrix", "half that of .*: scale"),
     ("norm_mixer/weight", (64, 64), "matrix", "half that of .*: norm"),
@@ -90,7 +93,6 @@ def test_models_of_ordinary_names_and_sizes_raise_no_doubt():
     }
     tree = {
         "params": {
-            "patch_embed": {"kernel": leaf(768, 128)},
             "cls_token": leaf(1, 128),
             "pos_embedding": leaf(197, 128),
             "blocks": [block, block],
@@ -101,6 +103,12 @@ def test_models_of_ordinary_names_and_sizes_raise_no_doubt():
     }
     MatrixRules().check(tree)
     assert len(matrices_of(tree)) == 8
+
+
+def test_convolutions_in_embeddings_are_as_uncovered_as_others():
+    tree = {"patch_embed": {"kernel": leaf(4, 4, 3, 64)}, "block": BLOCK}
+    with pytest.warns(UserWarning, match=r"no matrix rule.*patch_embed/kernel"):
+        MatrixRules().labels(tree)
 
 
 def test_check_also_refuses_what_no_rule_covers():

@@ -68,6 +68,17 @@ def test_biases_beside_their_weights(weight, bias, shape):
     assert matrices_of({"m": {bias: leaf(*shape)}}) == {f"m/{bias}"}
 
 
+def test_biases_and_vectors_of_higher_rank():
+    tree = {
+        "attention": {"gating_w": leaf(2, 16, 4, 8), "gating_b": leaf(2, 4, 8)},
+        "ffw": {"w": leaf(2, 16, 64), "b": leaf(2, 1, 1, 64)},
+        "shift_x": leaf(1, 1, 16),
+        "ssm": {"log_step": leaf(8, 1), "C": leaf(16, 8, 2)},
+    }
+    rules = MatrixRules((("_w$|/w$", MatrixAxes(1, -1)),))
+    assert matrices_of(tree, rules) == {"attention/gating_w", "ffw/w"}  # no warning
+
+
 def test_a_gate_beside_experts_is_a_router():
     moe = {"gate": {"weight": leaf(8, 32)}, "experts": {"0": {"gate": leaf(32, 64)}}}
     assert matrices_of({"mlp": moe}) == {"mlp/experts/0/gate"}
@@ -121,6 +132,15 @@ def test_a_bias_says_which_side_is_out():
         "b": {"weight": leaf(8, 16)},
     }
     assert fan_ins(haiku) == {"a/weight": ((0,), 16), "b/weight": ((0,), 8)}
+
+
+def test_kernels_are_in_out_unless_their_bias_says_otherwise():
+    """Hugging Face's Flax GPT-2 transposes its kernels."""
+    layer = {"kernel": leaf(96, 32), "bias": leaf(96)}
+    tree = {"c_attn": layer, "c_proj": {"kernel": leaf(32, 32), "bias": leaf(32)}}
+    assert fan_ins(tree)["c_attn/kernel"] == ((1,), 32)
+    assert fan_ins(tree)["c_proj/kernel"] == ((1,), 32)
+    assert fan_ins({"fc": {"kernel": leaf(96, 32)}})["fc/kernel"] == ((0,), 96)
 
 
 @pytest.mark.parametrize("out_first", [True, False])

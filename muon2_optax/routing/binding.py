@@ -4,14 +4,13 @@ import collections
 import math
 from collections.abc import Callable, Sequence
 
-from muon2_optax.axes import MatrixAxes
 from muon2_optax.routing import doubts, names, neighbours
 from muon2_optax.routing.kinds import Kind, kind_of
 from muon2_optax.routing.leaves import LeafRule
 
 Shape = tuple[int, ...]
 # What a leaf of rank 2 is where nothing else is known.
-IN_OUT, RANK_2 = MatrixAxes(0, 1), "default: rank 2"
+IN_OUT, RANK_2 = neighbours.IN_OUT, "default: rank 2"
 
 
 def rules_of_tree(
@@ -32,15 +31,16 @@ def rules_of_tree(
         if len(shape) > 1 and not decided(path)
     }
     shapes = dict(leaves)
-    matrices = [
-        path
-        for path, kind in kinds.items()
-        if len(shapes[path]) == 2 and not (kind and kind.adam)
-    ]
+    unnamed = [path for path, kind in kinds.items() if not (kind and kind.adam)]
+    matrices = [path for path in unnamed if len(shapes[path]) == 2]
     sizes = doubts.Sizes.of(list(shapes.values()), [shapes[path] for path in matrices])
-    found = neighbours.findings(leaves, matrices)
+    found = neighbours.findings(leaves, unnamed)
     rules = []
-    for path in matrices:
+    for path in unnamed:
+        if len(shapes[path]) > 2:
+            if path in found:
+                rules.append(LeafRule(path, None, found[path].reason))
+            continue
         known = found.get(path, neighbours.Finding(IN_OUT, RANK_2))
         doubt = _doubt(known, shapes[path], kinds[path], sizes)
         if path in found or doubt:

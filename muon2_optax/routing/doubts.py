@@ -51,11 +51,15 @@ def doubt_of_matrix(shape: Shape, kind: Kind | None, sizes: Sizes) -> str:
 
 
 def doubt_of_adam(shape: Shape, kind: Kind, sizes: Sizes) -> str:
-    """What speaks against sending a leaf to AdamW for half a name."""
+    """What speaks against sending a large leaf to AdamW for its name."""
     size = 1
     for side in shape:
         size *= side
-    if kind.sure or min(shape) < SMALLEST_SIDE or size < sizes.median:
+    if min(shape) < SMALLEST_SIDE or size < sizes.median:
+        return ""
+    if kind.label == "head" and len(set(shape)) == 1 and sizes.largest_side >= TOY:
+        return "it is a square, as heads are not"
+    if kind.sure:
         return ""
     return f"its name only half says {kind.label}, and it is as large as a matrix"
 

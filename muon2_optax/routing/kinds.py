@@ -97,9 +97,18 @@ KINDS = (
         r"index|ids)(?:_.*)?|(?:rel|relative)_(?:pos\w*|attention_bias|bias)(?:_.*)?",
         unless=_PROJECTION,
     ),
-    Kind("embedding", _HERE, _word(_EMBEDDING), unless=_PROJECTION),
-    Kind("embedding", ("above",), _word(_EMBEDDING), ranks=(3, 99)),
-    Kind("embedding", _HERE, _word(_EMBEDDING), adam=False, sure=False),
+    Kind("embedding", _OWN, _word(_EMBEDDING), unless=_PROJECTION),
+    # A ``kernel`` is no table: a projection of patches, or of one-hot inputs. Of higher
+    # rank it is the convolution of a vision transformer.
+    Kind(
+        "embedding",
+        ("owner",),
+        _word(_EMBEDDING),
+        unless=_PROJECTION,
+        sure=False,
+        ranks=(2, 2),
+    ),
+    Kind("embedding", _OWN, _word(_EMBEDDING), adam=False, sure=False),
     Kind(
         "table",
         _HERE,
@@ -121,6 +130,14 @@ KINDS = (
     # Below the top, "output" is a projection inside a layer.
     Kind("head", ("top",), r"output|score|output_projection"),
     Kind("head", ("kernel's owner",), r"cls"),
+    Kind(
+        "head",
+        ("top",),
+        r"decoder|readout|predictor|output_layer|final_layer",
+        adam=False,
+        sure=False,
+        ranks=(2, 2),
+    ),
     Kind(
         "head",
         _HERE,
@@ -185,7 +202,7 @@ KINDS = (
     ),
     # EasyLM's norms call their scale ``kernel``.
     Kind("norm", ("kernel's owner",), _last(_NORM), unless=_word("ada[a-z]*")),
-    Kind("scale", ("leaf",), rf"{_last(_SCALE)}|g"),
+    Kind("scale", ("leaf",), _last(_SCALE)),
     Kind("scale", ("vector's owner",), _last(_SCALE), sure=False),
     Kind("norm", ("vector's owner",), _word(_NORM), adam=False, sure=False),
     Kind("scale", ("kernel's owner",), _last(_SCALE), adam=False, sure=False),

@@ -14,7 +14,7 @@ from muon2_optax.routing.names import components
 
 Shape = tuple[int, ...]
 Path = tuple[str, ...]
-OUT_FIRST = MatrixAxes(-1, -2)
+IN_OUT, OUT_FIRST = MatrixAxes(0, 1), MatrixAxes(-1, -2)
 UNORIENTED = "nothing says whether it is stored (in, out) or (out, in)"
 
 
@@ -40,7 +40,7 @@ def findings(
 
     Args:
       leaves: path and shape of every leaf of the tree, each path once.
-      candidates: the leaves of rank 2 that would be matrices by themselves.
+      candidates: the leaves that are matrices or without a rule by themselves.
     """
     tree = _Tree(leaves)
     found = _oriented(tree, candidates)
@@ -53,6 +53,8 @@ def findings(
             found[path] = Finding(None, "bias beside its weight")
         elif tree.is_gate(key):
             found[path] = Finding(None, "router beside its experts")
+        elif len(shape or ()) > 2 and sorted(shape or ())[-2] == 1:
+            found[path] = Finding(None, "a vector: all sides but one are 1")
         elif tree.is_state_space(key):
             found[path] = Finding(None, "beside a state space's parameters")
     return found
@@ -83,6 +85,12 @@ class _Tree:
         """The shape of a leaf with the same owner."""
         return self.shapes.get((*key[:-1], name))
 
+    def rank(self, key: Path) -> int:
+        return len(self.shapes[key] or ())
+
+    def is_square(self, key: Path) -> bool:
+        return len(set(self.shapes[key] or ())) == 1
+
     def siblings(self, key: Path) -> set[str]:
         return self.children[key[:-1]]
 
@@ -91,7 +99,7 @@ class _Tree:
 
         A ``kernel`` of rank 2 would be of rank 1 in its layer, which no layer has.
         """
-        if not key or "kernel" in key[-1]:
+        if not key or "kernel" in key[-1] or self.rank(key) != 2:
             return False
         return any(key[:depth] in self._stacks for depth in range(len(key)))
 
@@ -160,35 +168,44 @@ class _Subtree:
 
 
 def _oriented(tree: _Tree, candidates: Sequence[str]) -> dict[str, Finding]:
-    """Leaves called ``weight``: stored (out, in), as torch and Equinox do, or not."""
-    votes: dict[str, bool | None] = {}
-    for path in candidates:
-        if _WEIGHT.fullmatch(tree.key(path)[-1] if tree.key(path) else ""):
-            votes[path] = _says_bias(tree, tree.key(path))
-    by_bias = {vote for vote in votes.values() if vote is not None}
-    others = by_bias or _says_tree(tree) if votes else set()
+    """Which leaves are stored (out, in), as torch and Equinox store ``weight``.
+
+    A ``kernel`` is (in, out) unless a bias says otherwise, as in Hugging Face's Flax
+    GPT-2; of a ``weight`` nothing is known.
+    """
     found = {}
-    for path, vote in votes.items():
-        shape = tree.shapes[tree.key(path)]
-        if vote is not None:
+    for name in (_WEIGHT, _KERNEL):
+        keys = {path: tree.key(path) for path in candidates}
+        votes = {
+            path: _says_bias(tree, key)
+            for path, key in keys.items()
+            if key and name.fullmatch(key[-1]) and tree.rank(key) == 2
+        }
+        by_bias = {vote for vote in votes.values() if vote is not None}
+        others = by_bias
+        if not by_bias and votes and name is _WEIGHT:
+            others = _says_tree(tree)
+        for path, vote in votes.items():
             if vote:
                 found[path] = Finding(OUT_FIRST, "(out, in), by its bias")
-        elif others == {True}:
-            found[path] = Finding(OUT_FIRST, "(out, in), as others here")
-        elif others != {False} and (shape is None or shape[0] != shape[1]):
-            found[path] = Finding(MatrixAxes(-2, -1), "default: rank 2", UNORIENTED)
+            elif vote is None and others == {True}:
+                found[path] = Finding(OUT_FIRST, "(out, in), as others here")
+            elif vote is None and others != {False} and name is _WEIGHT:
+                if not tree.is_square(keys[path]):
+                    found[path] = Finding(IN_OUT, "default: rank 2", UNORIENTED)
     return found
 
 
 def _says_bias(tree: _Tree, key: Path) -> bool | None:
     """Whether the bias beside a weight has its first side, and not its second."""
-    shape, bias = tree.shapes[key], tree.beside(key, key[-1].replace("weight", "bias"))
+    shape = tree.shapes[key]
+    bias = tree.beside(key, re.sub("weights?|kernel", "bias", key[-1]))
     if shape is None or bias is None or len(bias) != 1 or shape[0] == shape[1]:
         return None
     return {shape[0]: True, shape[1]: False}.get(bias[0])
 
 
-_WEIGHT = re.compile(r"(?:.*_)?weights?")
+_WEIGHT, _KERNEL = re.compile(r"(?:.*_)?weights?"), re.compile(r"(?:.*_)?kernel")
 _WIDENS = re.compile(
     r"up_proj|gate_proj|gate_up_proj|w1|w3|wi(_\d)?|c_fc|fc1|fc_in|intermediate"
 )
@@ -252,12 +269,11 @@ def _weights_of(name: str) -> list[str]:
 def _without_axes(shape: Shape, weight: Shape) -> bool:
     """Whether the shape is the weight's with some axes, but not the last, left out.
 
-    A side of 1 is one as well: (1, out).
+    Sides of 1 stand for what is left out: (1, out).
     """
-    if len(shape) == len(weight):
-        return shape[0] == 1 != weight[0] and shape[1:] == weight[1:]
+    sides = [side for side in shape if side != 1]
     rest = iter(weight)
-    return len(shape) < len(weight) and all(side in rest for side in shape)
+    return len(sides) < len(weight) and all(side in rest for side in sides)
 
 
 def _without_index(parts: Path) -> Path:
