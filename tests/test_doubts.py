@@ -59,6 +59,13 @@ def test_each_line_of_the_warning_settles_it(path, shape, group, said):
     assert ends == {"matrix", "adam"}
 
 
+def test_a_single_transposed_embedding_may_be_a_head():
+    tree = {"embed": {"embedding": leaf(200, 64)}, "linear": {"w": leaf(64, 200)}}
+    with pytest.warns(UserWarning, match="'linear/w'.*that of a head"):
+        assert labels_of(MatrixRules(), tree)["linear/w"] == "matrix"
+    labels_of(MatrixRules(), tree | {"more": {"w": leaf(64, 200)}})
+
+
 def test_layers_alike_are_one_line():
     tree = {f"layers_{i}": {"gate_vector": leaf(1, 256), **BLOCK} for i in range(40)}
     with pytest.warns(UserWarning) as seen:

@@ -33,7 +33,14 @@ def rules_of_tree(
     shapes = dict(leaves)
     unnamed = [path for path, kind in kinds.items() if not (kind and kind.adam)]
     matrices = [path for path in unnamed if len(shapes[path]) == 2]
-    sizes = doubts.Sizes.of(list(shapes.values()), [shapes[path] for path in matrices])
+    tables = [
+        shapes[path]
+        for path, kind in kinds.items()
+        if len(shapes[path]) == 2 and kind and kind.label in ("embedding", "table")
+    ]
+    sizes = doubts.Sizes.of(
+        list(shapes.values()), [shapes[path] for path in matrices], tables
+    )
     found = neighbours.findings(leaves, unnamed)
     rules = []
     for path in unnamed:

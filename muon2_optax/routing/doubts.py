@@ -25,13 +25,26 @@ class Sizes:
 
     largest_side: int
     median: float
+    heads: frozenset[Shape]
 
     @classmethod
-    def of(cls, shapes: Sequence[Shape], matrices: Sequence[Shape]) -> "Sizes":
-        """Of all leaves, and of those of rank 2 that are matrices by default."""
+    def of(
+        cls,
+        shapes: Sequence[Shape],
+        matrices: Sequence[Shape],
+        tables: Sequence[Shape],
+    ) -> "Sizes":
+        """Of all leaves, and those of rank 2 that are matrices or tables by default.
+
+        A single matrix with an embedding's transposed shape is probably a head; hidden
+        layers come in numbers.
+        """
+        alone = collections.Counter(matrices)
+        heads = {(d, v) for v, d in tables if v > max(d, TOY) and alone[d, v] == 1}
         return cls(
             max((max(s) for s in shapes if len(s) > 1), default=0),
             statistics.median([a * b for a, b in matrices] or [0]),
+            frozenset(heads),
         )
 
 
@@ -39,6 +52,8 @@ def doubt_of_matrix(shape: Shape, kind: Kind | None, sizes: Sizes) -> str:
     """What speaks against taking a leaf of rank 2 for a matrix; "" if nothing does."""
     short, long = sorted(shape)
     reasons = []
+    if shape in sizes.heads:
+        reasons.append("its shape is that of a head, an embedding's transposed")
     if kind is not None:
         reasons.append(
             f"its name is half that of a kind that AdamW trains: {kind.label}"
@@ -55,11 +70,9 @@ def doubt_of_adam(shape: Shape, kind: Kind, sizes: Sizes) -> str:
     size = 1
     for side in shape:
         size *= side
-    if min(shape) < SMALLEST_SIDE or size < sizes.median:
-        return ""
-    if kind.label == "head" and len(set(shape)) == 1 and sizes.largest_side >= TOY:
+    if kind.label == "head" and len(set(shape)) == 1 and shape[0] >= TOY:
         return "it is a square, as heads are not"
-    if kind.sure:
+    if kind.sure or min(shape) < SMALLEST_SIDE or size < sizes.median:
         return ""
     return f"its name only half says {kind.label}, and it is as large as a matrix"
 

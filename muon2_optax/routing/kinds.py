@@ -34,7 +34,8 @@ class Kind:
       places: where the name may stand. ``leaf``: the leaf itself. ``owner``: the
         module that owns it. ``vector's owner``: the same, of a leaf that is called what
         a vector may be called (``weight``, ``scale``, ``bias``, but not ``kernel``).
-        ``kernel's owner``: the same, of a ``kernel``. ``above``: any module further up.
+        ``kernel's owner``: the same, of a ``kernel``; ``table's owner``: of anything
+        else. ``above``: any module further up.
         ``pair``: two names in a row, ``owner/leaf`` or ``parent/owner``. ``top``: the
         owner, with nothing but the model above it.
       pattern: a regular expression for the whole name.
@@ -97,14 +98,19 @@ KINDS = (
         r"index|ids)(?:_.*)?|(?:rel|relative)_(?:pos\w*|attention_bias|bias)(?:_.*)?",
         unless=_PROJECTION,
     ),
-    Kind("embedding", _OWN, _word(_EMBEDDING), unless=_PROJECTION),
+    Kind(
+        "embedding",
+        ("leaf", "table's owner"),
+        _word(_EMBEDDING),
+        unless=_PROJECTION,
+    ),
     # A ``kernel`` is no table: a projection of patches, or of one-hot inputs. Of higher
     # rank it is the convolution of a vision transformer.
     Kind(
         "embedding",
-        ("owner",),
+        ("kernel's owner",),
         _word(_EMBEDDING),
-        unless=_PROJECTION,
+        unless=rf"{_PROJECTION}|embed_out",
         sure=False,
         ranks=(2, 2),
     ),
@@ -250,6 +256,7 @@ def kind_of(name: Name, rank: int) -> Kind | None:
         "owner": owner,
         "vector's owner": owner if vector else (),
         "kernel's owner": owner if kernel else (),
+        "table's owner": () if kernel else owner,
         "above": above,
         "top": owner if model else (),
         "pair": tuple("/".join(pair) for pair in _pairs(name)),
