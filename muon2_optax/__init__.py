@@ -1,6 +1,7 @@
 """Muon^2 and its relatives as composable Optax gradient transformations."""
 
 from muon2_optax import diagnostics as diagnostics
+from muon2_optax import ready_rules as ready_rules
 from muon2_optax.attention import qk_clip as qk_clip
 from muon2_optax.axes import MatrixAxes as MatrixAxes
 from muon2_optax.look_ahead import ema_nesterov as ema_nesterov

@@ -1,5 +1,7 @@
 """What every optimizer shares: matrices one way, everything else to AdamW."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -21,7 +23,7 @@ def decayed(
 
 
 def routed(
-    matrix: optax.GradientTransformation,
+    matrix: Callable[[MatrixRules], optax.GradientTransformation],
     rules: MatrixRules,
     *,
     learning_rate: optax.ScalarOrSchedule,
@@ -38,6 +40,10 @@ def routed(
     radius: Radius = None,
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.partition`` by the rules, with AdamW for what is not a matrix.
+
+    The rules are bound to the whole tree first (``MatrixRules.bind``). ``matrix`` makes
+    the transform of the matrices from the bound rules: inside the partition it sees the
+    matrices without their neighbours.
 
     AdamW is ``optax.adamw`` built from our second moment, whose state keeps its dtypes
     for gradients of any dtype. Updates come back in the gradients' dtypes: weight decay
@@ -62,12 +68,19 @@ def routed(
             {MATRIX: on_sphere, ADAM: optax.chain(decay, step)}, tables.labels
         )
         adam = optax.chain(direction, end)
-    inner = optax.partition({MATRIX: matrix, ADAM: adam}, rules.labels)
+
+    # Kept, so that steps outside of jit find what they have compiled again.
+    @functools.lru_cache(maxsize=8)
+    def partition(rules: MatrixRules) -> optax.GradientTransformationExtraArgs:
+        return optax.partition({MATRIX: matrix(rules), ADAM: adam}, rules.labels)
+
+    partition(rules)  # arguments that do not fit are errors here, not in init
 
     def init_fn(params: optax.Params) -> Any:
-        return settled(inner.init, params, shardings)
+        return settled(partition(rules.bind(params)).init, params, shardings)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        inner = partition(rules.bind(updates))
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state
 

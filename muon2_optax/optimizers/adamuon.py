@@ -69,17 +69,20 @@ def adamuon(
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
     rules = rules_or_default(rules)
-    matrix = optax.chain(
-        scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
-        optax.scale_by_sign(),
-        newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
-        ),
-        scale_by_output_second_moment(b2, eps, nu_dtype=nu_dtype),
-        scale_to_rms(rms, eps, rules=rules),
-        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+
+    def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        return optax.chain(
+            scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
+            optax.scale_by_sign(),
+            newton_schulz_orthogonalize(
+                ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+            ),
+            scale_by_output_second_moment(b2, eps, nu_dtype=nu_dtype),
+            scale_to_rms(rms, eps, rules=rules),
+            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
     return routed(
         matrix,
         rules,

@@ -228,19 +228,22 @@ def dion(
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
     rules = rules_or_default(rules)
-    matrix = optax.chain(
-        scale_by_low_rank_orthonormal(
-            b1,
-            eps,
-            rank_fraction=rank_fraction,
-            seed=seed,
-            mu_dtype=mu_dtype,
-            rules=rules,
-        ),
-        scale_by_shape(shape_scale, rules=rules),
-        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+
+    def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        return optax.chain(
+            scale_by_low_rank_orthonormal(
+                b1,
+                eps,
+                rank_fraction=rank_fraction,
+                seed=seed,
+                mu_dtype=mu_dtype,
+                rules=rules,
+            ),
+            scale_by_shape(shape_scale, rules=rules),
+            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
     return routed(
         matrix,
         rules,

@@ -69,15 +69,18 @@ def muon_h(
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
     rules = rules_or_default(rules)
-    matrix = optax.chain(
-        scale_by_momentum(
-            b1, nesterov=nesterov, dampening=dampening, mu_dtype=mu_dtype
-        ),
-        newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
-        ),
-        hyperball(learning_rate, radius, rules=rules, shardings=shardings),
-    )
+
+    def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        return optax.chain(
+            scale_by_momentum(
+                b1, nesterov=nesterov, dampening=dampening, mu_dtype=mu_dtype
+            ),
+            newton_schulz_orthogonalize(
+                ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+            ),
+            hyperball(learning_rate, radius, rules=rules, shardings=shardings),
+        )
+
     return routed(
         matrix,
         rules,
@@ -139,21 +142,24 @@ def muon2_h(
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
     rules = rules_or_default(rules)
-    matrix = optax.chain(
-        scale_by_second_moment(
-            b1,
-            b2,
-            eps,
-            nesterov=nesterov,
-            bias_correction=bias_correction,
-            mu_dtype=mu_dtype,
-            nu_dtype=nu_dtype,
-        ),
-        newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
-        ),
-        hyperball(learning_rate, radius, rules=rules, shardings=shardings),
-    )
+
+    def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        return optax.chain(
+            scale_by_second_moment(
+                b1,
+                b2,
+                eps,
+                nesterov=nesterov,
+                bias_correction=bias_correction,
+                mu_dtype=mu_dtype,
+                nu_dtype=nu_dtype,
+            ),
+            newton_schulz_orthogonalize(
+                ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+            ),
+            hyperball(learning_rate, radius, rules=rules, shardings=shardings),
+        )
+
     return routed(
         matrix,
         rules,
@@ -214,22 +220,25 @@ def muon2_f_h(
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
     rules = rules_or_default(rules)
-    matrix = optax.chain(
-        factorized_second_moment(
-            b1,
-            b2,
-            eps,
-            nesterov=nesterov,
-            bias_correction=bias_correction,
-            mu_dtype=mu_dtype,
-            rules=rules,
-            shardings=shardings,
-        ),
-        newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
-        ),
-        hyperball(learning_rate, radius, rules=rules, shardings=shardings),
-    )
+
+    def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        return optax.chain(
+            factorized_second_moment(
+                b1,
+                b2,
+                eps,
+                nesterov=nesterov,
+                bias_correction=bias_correction,
+                mu_dtype=mu_dtype,
+                rules=rules,
+                shardings=shardings,
+            ),
+            newton_schulz_orthogonalize(
+                ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+            ),
+            hyperball(learning_rate, radius, rules=rules, shardings=shardings),
+        )
+
     return routed(
         matrix,
         rules,

@@ -96,23 +96,26 @@ def muon2(
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
     rules = rules_or_default(rules)
-    matrix = optax.chain(
-        scale_by_second_moment(
-            b1,
-            b2,
-            eps,
-            nesterov=nesterov,
-            bias_correction=bias_correction,
-            mu_dtype=mu_dtype,
-            nu_dtype=nu_dtype,
-        ),
-        newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
-        ),
-        scale_by_shape(shape_scale, rules=rules),
-        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+
+    def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        return optax.chain(
+            scale_by_second_moment(
+                b1,
+                b2,
+                eps,
+                nesterov=nesterov,
+                bias_correction=bias_correction,
+                mu_dtype=mu_dtype,
+                nu_dtype=nu_dtype,
+            ),
+            newton_schulz_orthogonalize(
+                ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+            ),
+            scale_by_shape(shape_scale, rules=rules),
+            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
     return routed(
         matrix,
         rules,

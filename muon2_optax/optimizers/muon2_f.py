@@ -267,24 +267,27 @@ def muon2_f(
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
     rules = rules_or_default(rules)
-    matrix = optax.chain(
-        factorized_second_moment(
-            b1,
-            b2,
-            eps,
-            nesterov=nesterov,
-            bias_correction=bias_correction,
-            mu_dtype=mu_dtype,
-            rules=rules,
-            shardings=shardings,
-        ),
-        newton_schulz_orthogonalize(
-            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
-        ),
-        scale_by_shape(shape_scale, rules=rules),
-        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+
+    def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        return optax.chain(
+            factorized_second_moment(
+                b1,
+                b2,
+                eps,
+                nesterov=nesterov,
+                bias_correction=bias_correction,
+                mu_dtype=mu_dtype,
+                rules=rules,
+                shardings=shardings,
+            ),
+            newton_schulz_orthogonalize(
+                ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+            ),
+            scale_by_shape(shape_scale, rules=rules),
+            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
     return routed(
         matrix,
         rules,

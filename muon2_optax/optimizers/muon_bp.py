@@ -178,20 +178,25 @@ def muon_bp(
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
     rules = rules_or_default(rules)
-    whole = _orthogonalized(rules, ns_steps, ns_coeffs, ns_dtype, shape_scale)
 
-    def blocks(block_rules: MatrixRules) -> optax.GradientTransformation:
+    def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        whole = _orthogonalized(rules, ns_steps, ns_coeffs, ns_dtype, shape_scale)
+
+        def blocks(block_rules: MatrixRules) -> optax.GradientTransformation:
+            return optax.chain(
+                _orthogonalized(
+                    block_rules, ns_steps, ns_coeffs, ns_dtype, shape_scale
+                ),
+                optax.scale(block_scale),
+            )
+
         return optax.chain(
-            _orthogonalized(block_rules, ns_steps, ns_coeffs, ns_dtype, shape_scale),
-            optax.scale(block_scale),
+            scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
+            periodically(whole, in_blocks(blocks, block_grid, rules=rules), period),
+            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
         )
 
-    matrix = optax.chain(
-        scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
-        periodically(whole, in_blocks(blocks, block_grid, rules=rules), period),
-        decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
     return routed(
         matrix,
         rules,
