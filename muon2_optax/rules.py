@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,72 @@ class MatrixRules:
                 ) from err
             pairs.append((pattern, axes))
         object.__setattr__(self, "patterns", tuple(pairs))
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        *inputs: Any,
+        patterns: Sequence[tuple[str, MatrixAxes | None]] = (),
+        strict: bool = False,
+        modules: Mapping[Any, Mapping[str, MatrixAxes | None]] | None = None,
+        logical_axes: Mapping[str, str] | None = None,
+        **keywords: Any,
+    ) -> "MatrixRules":
+        """Rules from the model itself, whose modules say what each parameter is.
+
+        Parameters of modules that are not known go by their names; one warning lists
+        them. Shapes are enough: nothing is computed and no array is kept.
+
+        Args:
+          model: a Flax NNX model; an Equinox model; a Linen module, with example
+            ``inputs``; or the variables of a Linen model in boxes with logical axis
+            names, as ``jax.eval_shape(module.init, ...)`` gives them.
+          *inputs: of a Linen module, what its call takes: arrays or
+            ``jax.ShapeDtypeStruct``.
+          patterns: rules by path that come before what the model says.
+          strict: as in ``MatrixRules``.
+          modules: what the parameters of other modules are: for a type of module (or
+            its name), the axes of each parameter by its path below the module, None for
+            AdamW: ``{MyLinear: {"w": MatrixAxes(-2, -1)}}``.
+          logical_axes: what further logical axis names stand for, as in
+            ``muon2_optax.models.logical_axes.LOGICAL_AXES``.
+          **keywords: further arguments of a Linen module's call.
+
+        Raises:
+          TypeError: the model is of none of these kinds.
+          ValueError: axes in ``modules`` do not fit their parameter.
+
+        >>> rules = MatrixRules.of(nnx_model)
+        >>> rules = MatrixRules.of(linen_module, jax.ShapeDtypeStruct((1, 8), int))
+        """
+        from muon2_optax import models
+
+        named = cls()
+
+        def by_name(path: str, shape: tuple[int, ...]) -> Any:
+            axes, reason = named._decide(path, shape)
+            if reason == _UNCOVERED:
+                return None
+            if axes is None:
+                return None, reason
+            return MatrixAxes(axes.ins, axes.outs), reason
+
+        decisions, unknown = models.decide(
+            model,
+            inputs,
+            keywords,
+            modules=modules or {},
+            axis_names=logical_axes or {},
+            by_name=by_name,
+        )
+        rules = cls(
+            tuple(patterns), strict, leaves=tuple(LeafRule(*d) for d in decisions)
+        )
+        models.warn_of(
+            [x for x in unknown if not any(re.search(p, x.path) for p, _ in patterns)]
+        )
+        return rules
 
     @classmethod
     def from_dimension_numbers(

@@ -1,0 +1,209 @@
+"""What each parameter is, asked of the model itself: the door to the frameworks.
+
+Each framework has a module here that finds the model's leaves and what its modules say
+of them. None of the frameworks is imported: their modules are known by the names of
+their types, and a model that comes from a framework has imported it.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from muon2_optax.axes import MatrixAxes
+from muon2_optax.models import equinox, linen, nnx
+from muon2_optax.models.layers import Found, Stacks, place, stack_axes
+from muon2_optax.models.logical_axes import LOGICAL_AXES
+from muon2_optax.models.walk import Lessons
+
+# By its name alone, what a leaf of a shape is: axes, or None for AdamW, and the reason.
+# None where the names have no answer.
+ByName = Callable[[str, tuple[int, ...]], tuple[MatrixAxes | None, str] | None]
+Decision = tuple[str, MatrixAxes | None, str]
+
+# A module cannot say that it is the model's head or a router, but its name can.
+_HEAD_OR_ROUTER = re.compile(r"\b(head|router)\b")
+
+
+def decide(
+    model: Any,
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    *,
+    modules: Lessons,
+    axis_names: Mapping[str, str],
+    by_name: ByName,
+) -> tuple[list[Decision], list[Found]]:
+    """Axes and reason for each leaf of a model, and the leaves left to their names.
+
+    Raises:
+      TypeError: the model is of no kind that can be asked.
+    """
+    table = {**LOGICAL_AXES, **axis_names}
+    under = ("",)
+    if linen.is_module(model):
+        variables, seen = linen.run(model, inputs, keywords)
+        found = linen.find(variables, seen, modules, table)
+        under = ("", "params/")
+    elif inputs or keywords:
+        raise TypeError("example inputs are for a Linen module only")
+    elif _any(nnx.is_module, model):
+        found = nnx.find(model, modules, table)
+    elif _any(equinox.is_module, model):
+        found = equinox.find(model, modules)
+    elif isinstance(model, Mapping) and linen.is_boxed(model):
+        found = linen.find(model, {}, modules, table)
+        under = ("", "params/")
+    else:
+        raise TypeError(_refusal(model))
+    decisions, unknown = _settle(list(found), by_name)
+    doubled = [(u + path, *rest) for path, *rest in decisions for u in under]
+    return doubled, unknown
+
+
+def warn_of(unknown: Sequence[Found]) -> None:
+    """Lists the leaves that go by their names, in one warning."""
+    if not unknown:
+        return
+    lines = []
+    for owner in dict.fromkeys(leaf.owner for leaf in unknown):
+        mine = [leaf for leaf in unknown if leaf.owner == owner]
+        shown = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in mine[:4])
+        more = f" and {len(mine) - 4} more" if len(mine) > 4 else ""
+        lines.append(f"  {owner}: {shown}{more}")
+    warnings.warn(
+        "these parameters go by their names, for nothing is known of their modules, or"
+        " their sizes do not fit them:\n" + "\n".join(lines) + "\n"
+        "Say what they are with modules={type: {name: MatrixAxes(...)}}, None for AdamW,"
+        " or with patterns.",
+        stacklevel=3,
+    )
+
+
+def _any(is_module: Callable[[Any], bool], model: Any) -> bool:
+    """Whether the model is a module, or a container of modules."""
+    if is_module(model):
+        return True
+    return any(map(is_module, jax.tree.leaves(model, is_leaf=is_module)))
+
+
+def _refusal(model: Any) -> str:
+    kind = f"{type(model).__module__}.{type(model).__name__}"
+    takes = (
+        "MatrixRules.of takes a Flax NNX model, an Equinox model, a Linen module with"
+        " example inputs, or Linen variables with logical axis names in boxes"
+    )
+    if type(model).__module__.split(".")[0] == "haiku":
+        return (
+            f"{kind} is a pair of functions, without modules to ask. {takes}. For Haiku,"
+            " use MatrixRules(), which goes by the names of the parameters"
+        )
+    return (
+        f"{kind} does not say what its leaves are. {takes}. For a plain tree of arrays,"
+        " use MatrixRules(), which goes by the names of the parameters"
+    )
+
+
+def _settle(
+    found: Sequence[Found], by_name: ByName
+) -> tuple[list[Decision], list[Found]]:
+    stacks = Stacks(found)
+    known: dict[str, tuple[MatrixAxes | None, str]] = {}
+    unknown = []
+    for leaf in found:
+        answer = _known(leaf, stacks, by_name)
+        if answer is not None:
+            known[leaf.path] = answer
+        else:
+            unknown.append(leaf)
+    unknown += _settle_ties(found, known)
+    for leaf in unknown:
+        answer = _named(leaf, stacks, by_name)
+        if answer is not None:
+            known[leaf.path] = answer
+    decisions = [(path, axes, reason) for path, (axes, reason) in known.items()]
+    listed = [leaf for leaf in unknown if len(leaf.single or leaf.shape) > 1]
+    return decisions, listed
+
+
+def _known(
+    leaf: Found, stacks: Stacks, by_name: ByName
+) -> tuple[MatrixAxes | None, str] | None:
+    """What the model says of a leaf; None where it says nothing that fits its shape."""
+    weight = leaf.weight
+    if weight is None:
+        return None
+    reason = ", ".join(filter(None, (leaf.source, weight.note)))
+    if weight.axes is None:
+        return None, reason
+    axes = weight.axes
+    if weight.shape is not None:
+        added = stacks.added(leaf)
+        single = leaf.single or weight.shape
+        if added is None or (
+            leaf.single and stack_axes(weight.shape, leaf.single) != [()]
+        ):
+            return None
+        axes = place(axes, len(leaf.shape), added)
+    try:
+        axes.resolve(leaf.shape)
+    except ValueError as err:
+        raise ValueError(f"{leaf.path!r} of {leaf.shape}, {reason}: {err}") from err
+    if weight.dense:
+        named = by_name(leaf.path, leaf.shape)
+        if named is not None and named[0] is None and _HEAD_OR_ROUTER.search(named[1]):
+            return None, f"{reason}, {named[1]}"
+    return axes, reason
+
+
+def _named(
+    leaf: Found, stacks: Stacks, by_name: ByName
+) -> tuple[MatrixAxes | None, str] | None:
+    """What the leaf's name says of one layer; None where the names have no answer."""
+    single = leaf.single or leaf.shape
+    if len(single) < 2:
+        return (None, f"rank {len(single)}, stacked") if single != leaf.shape else None
+    answer = by_name(leaf.path, single)
+    if answer is None:
+        return None
+    axes, reason = answer
+    about = f"module {leaf.owner} unknown"
+    if leaf.weight is not None:
+        about = f"does not fit {leaf.source}"
+    if axes is not None and single != leaf.shape:
+        added = stacks.added(leaf)
+        if added is None:
+            return None
+        axes = place(axes, len(leaf.shape), added)
+    return axes, f"{reason}, {about}"
+
+
+def _settle_ties(
+    found: Sequence[Found], known: dict[str, tuple[MatrixAxes | None, str]]
+) -> list[Found]:
+    """Gives each variable one answer under all its paths.
+
+    An embedding that also serves as the head stays with AdamW. Where two modules use a
+    variable as different matrices, neither is right: these are returned as unknown.
+    """
+    roles: dict[int, list[Found]] = {}
+    for leaf in found:
+        if leaf.variable is not None:
+            roles.setdefault(leaf.variable, []).append(leaf)
+    undecided = []
+    for tied in roles.values():
+        answers = [(leaf, known[leaf.path]) for leaf in tied if leaf.path in known]
+        if len(tied) < 2 or not answers:
+            continue
+        leaf, answer = min(answers, key=lambda pair: pair[1][0] is not None)
+        if answer[0] is not None and any(a[0] != answer[0] for _, a in answers):
+            undecided += [leaf for leaf, _ in answers]
+            for leaf, _ in answers:
+                del known[leaf.path]
+            continue
+        for other in tied:
+            if other.path != leaf.path:
+                known[other.path] = answer[0], f"{answer[1]}, tied to {leaf.path}"
+    return undecided
