@@ -72,12 +72,13 @@ def warn_of(unknown: Sequence[Found]) -> None:
         mine = [leaf for leaf in unknown if leaf.owner == owner]
         shown = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in mine[:4])
         more = f" and {len(mine) - 4} more" if len(mine) > 4 else ""
-        lines.append(f"  {owner}: {shown}{more}")
+        lines.append(f"  {owner or '(no module)'}: {shown}{more}")
     warnings.warn(
-        "these parameters go by their names, for nothing is known of their modules, or"
-        " their sizes do not fit them:\n" + "\n".join(lines) + "\n"
-        "Say what they are with modules={type: {name: MatrixAxes(...)}}, None for AdamW,"
-        " or with patterns.",
+        "the model does not say what these parameters are, so they go by their names:"
+        " their modules are unknown, or their sizes and stack axes do not fit.\n"
+        + "\n".join(lines)
+        + "\nSay it with modules={type: {name: MatrixAxes(...)}} (None for AdamW) or"
+        " with patterns.",
         stacklevel=3,
     )
 
@@ -97,8 +98,8 @@ def _refusal(model: Any) -> str:
     )
     if type(model).__module__.split(".")[0] == "haiku":
         return (
-            f"{kind} is a pair of functions, without modules to ask. {takes}. For Haiku,"
-            " use MatrixRules(), which goes by the names of the parameters"
+            f"{kind} is a pair of functions, without modules to ask. {takes}. For"
+            " Haiku, use MatrixRules(), which goes by the names of the parameters"
         )
     return (
         f"{kind} does not say what its leaves are. {takes}. For a plain tree of arrays,"
@@ -141,7 +142,6 @@ def _known(
     axes = weight.axes
     if weight.shape is not None:
         added = stacks.added(leaf)
-        single = leaf.single or weight.shape
         if added is None or (
             leaf.single and stack_axes(weight.shape, leaf.single) != [()]
         ):
@@ -169,7 +169,7 @@ def _named(
     if answer is None:
         return None
     axes, reason = answer
-    about = f"module {leaf.owner} unknown"
+    about = f"module {leaf.owner} unknown" if leaf.owner else "axis names unknown"
     if leaf.weight is not None:
         about = f"does not fit {leaf.source}"
     if axes is not None and single != leaf.shape:

@@ -183,7 +183,8 @@ class Stacks:
 
     A kernel (4, 4, 6) of a Linear(4, 6) may be stacked on axis 0 or 1. Leaves that are
     stacked together are so on the same axis, and of its bias, or of another layer in
-    the same block, the sizes may leave only one way.
+    the same block, the sizes may leave only one way. Only a module whose leaves are all
+    stacked alike counts as one block; beyond it another stack may begin.
     """
 
     def __init__(self, found: Sequence[Found]) -> None:
@@ -207,24 +208,25 @@ class Stacks:
         if not ways:
             return None
         for parent in _parents(leaf.path):
-            together = [
-                other
-                for other in self._under[parent]
-                if self._sizes(other) == self._sizes(leaf)
-            ]
-            # Counted from the front (``out_axes=1``), or else from the end (-1).
-            for offset in (lambda _: 0, len):
-                common = set.intersection(
-                    *(self._counted(other, offset(other.shape)) for other in together)
-                )
-                if len(common) == 1:
-                    (way,) = common
-                    return tuple(axis + offset(leaf.shape) for axis in way)
-                if common:
-                    break
-            else:
-                return None  # stacks of more than one kind are under this parent
+            together = self._under[parent]
+            if any(self._sizes(other) != self._sizes(leaf) for other in together):
+                return None  # not all of this is one stack
+            answers = self._common(together, leaf)
+            if len(answers) < 2:
+                return answers.pop() if answers else None
         return None
+
+    def _common(self, together: Sequence[Found], leaf: Found) -> set[tuple[int, ...]]:
+        """The axes of ``leaf`` if all these are stacked on the same ones.
+
+        The same counted from the front, or the last (``out_axes=-1``).
+        """
+        rank = len(leaf.shape)
+        front = set.intersection(*(self._counted(x, 0) for x in together))
+        back = set.intersection(*(self._counted(x, len(x.shape)) for x in together))
+        return front | {
+            tuple(axis + rank for axis in way) for way in back if way[-1] == -1
+        }
 
     def _sizes(self, leaf: Found) -> list[int]:
         ways = self._ways[leaf.path]

@@ -141,7 +141,7 @@ def run(
         inside = context.module
         if inside.scope is None or context.method_name == "<lambda>":
             return result  # the wrapper that nn.scan or nn.vmap puts around a module
-        own = inside.scope.collection("params") if inside.scope else {}
+        own = inside.variables.get("params", {})
         named = trees.named_leaves(dict(own))
         shapes = {name: tuple(np.shape(x)) for name, x in named}
         seen.setdefault("/".join(inside.path), Seen(inside, shapes)).shapes = shapes
@@ -184,7 +184,7 @@ def find(
             named and (named, logical_axes.label(names)),
             None if place is None else _declared(*place),
         )
-        owner = "of unknown type" if place is None else type(place[0].module).__name__
+        owner = "" if place is None else type(place[0].module).__name__
         yield Found(path, shape, owner, weight, source, single)
 
 
@@ -198,7 +198,7 @@ def trees_with_boxes(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _names(box: Any) -> tuple[Any, ...]:
-    """The axis names of ``LogicallyPartitioned``, ``Partitioned`` or ``AxisMetadata``."""
+    """The axis names of ``Partitioned``, ``LogicallyPartitioned``, ``AxisMetadata``."""
     names = getattr(box, "names", None) if trees.is_box(box) else None
     return tuple(names) if isinstance(names, (tuple, list)) else ()
 
