@@ -166,7 +166,7 @@ class Transformer(eqx.Module):
 
 def test_a_transformer_with_scanned_layers():
     model = Transformer()
-    params, static = eqx.partition(model, eqx.is_array)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tx = m2.muon2(1.0, rules=MatrixRules.of(model))
