@@ -137,7 +137,7 @@ class Block(eqx.Module):
 
     def __call__(self, x):
         y = jax.vmap(self.norm)(x)
-        x = x + self.attention(y, y, y)
+        x = x + self.attention(y, y, y, inference=True)
         return x + jax.vmap(lambda x: self.down(jax.nn.gelu(self.up(x))))(x)
 
 

@@ -1,6 +1,5 @@
 """MatrixRules.of for Flax Linen: module types, logical axis names, scanned layers."""
 
-import functools
 import warnings
 
 import flax.core
@@ -39,6 +38,7 @@ def stack(module, axis):
         in_axes=None,
         out_axes=0,
         axis_size=3,
+        metadata_params={nn.PARTITION_NAME: "layers"},
     )
 
 
