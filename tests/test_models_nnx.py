@@ -260,6 +260,8 @@ def test_a_module_of_ones_own_is_listed_and_can_be_taught():
         check_orientation(rules, "own/w", w, lambda w: w @ jnp.ones(3))
     with pytest.raises(ValueError, match="own/w"):
         MatrixRules.of(model, modules={Own: {"w": MatrixAxes(2, 3)}})
+    with pytest.raises(ValueError, match="Own.*'v'.*matches no parameter.*Linear"):
+        MatrixRules.of(model, modules={Own: {"v": None}})
 
 
 def test_patterns_come_first():

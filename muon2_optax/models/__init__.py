@@ -40,6 +40,7 @@ def decide(
 
     Raises:
       TypeError: the model is of no kind that can be asked.
+      ValueError: ``modules`` names a parameter that the model does not have.
     """
     table = {**LOGICAL_AXES, **axis_names}
     under = ("",)
@@ -58,9 +59,25 @@ def decide(
         under = ("", "params/")
     else:
         raise TypeError(_refusal(model))
-    decisions, unknown = _settle(list(found), by_name)
-    doubled = [(u + path, *rest) for path, *rest in decisions for u in under]
-    return doubled, unknown
+    found = list(found)
+    _check_lessons(found, modules)
+    decisions, unknown = _settle(found, by_name)
+    return [
+        (u + path, axes, why) for path, axes, why in decisions for u in under
+    ], unknown
+
+
+def _check_lessons(found: Sequence[Found], modules: Lessons) -> None:
+    used = {leaf.weight.lesson for leaf in found if leaf.weight is not None}
+    for key, lessons in modules.items():
+        for path in lessons:
+            if (key, path) not in used:
+                name = key if isinstance(key, str) else key.__name__
+                owners = ", ".join(dict.fromkeys(x.owner for x in found if x.owner))
+                raise ValueError(
+                    f"modules={{{name}: {{{path!r}: ...}}}} matches no parameter; the"
+                    f" modules with parameters are {owners}"
+                )
 
 
 def warn_of(unknown: Sequence[Found]) -> None:

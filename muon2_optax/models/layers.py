@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from muon2_optax.axes import MatrixAxes
 
@@ -19,12 +20,14 @@ class Weight:
         of the tuple: nothing is declared, and ``axes`` are those of the leaf itself.
       note: what else the reason should say: ``"2 groups"``.
       dense: whether it is a plain linear map, which may serve as the model's head.
+      lesson: where the user has said it: the type of module and the path below it.
     """
 
     axes: MatrixAxes | None
     shape: Shape | None = None
     note: str = ""
     dense: bool = False
+    lesson: tuple[Any, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,13 +175,11 @@ def find(
             continue
         shape = tuple(inner[0].shape)
         names = _names(leaf) or _names(beside.get(f"{path}_axes"))
-        fit = len(names) == len(shape)
-        named = logical_axes.weight_of(names, axis_names) if fit else None
         place = _place(path, seen)
         single = None if place is None else place[0].shapes.get(place[1])
         weight, source = choose(
             _given(path, seen, single, lessons),
-            named and (named, logical_axes.label(names)),
+            logical_axes.read(names, len(shape), axis_names),
             None if place is None else _declared(*place),
         )
         owner = "" if place is None else type(place[0].module).__name__
@@ -239,6 +237,4 @@ def _given(
     known = walk.given(places, lessons)
     if known is None or single is None:
         return known
-    axes = known[0].axes
-    shape = (None,) * len(single)
-    return dataclasses.replace(known[0], axes=axes, shape=shape), known[1]
+    return dataclasses.replace(known[0], shape=(None,) * len(single)), known[1]

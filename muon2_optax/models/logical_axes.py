@@ -82,11 +82,11 @@ def weight_of(names: Sequence[Any], table: Mapping[str, str]) -> Weight | None:
     return Weight(None) if len(sides) < 2 else None
 
 
-def unknown_names(names: Sequence[Any], table: Mapping[str, str]) -> list[str]:
-    """The names that the table does not have."""
-    return [str(n) for n in names if not isinstance(n, str) or n not in table]
-
-
-def label(names: Sequence[Any]) -> str:
-    """How ``describe`` gives the names as a reason."""
-    return f"logical axes ({', '.join(map(str, names))})"
+def read(
+    names: Sequence[Any], rank: int, table: Mapping[str, str]
+) -> tuple[Weight, str] | None:
+    """What the names of a leaf of this rank say, and the reason for ``describe``."""
+    weight = weight_of(names, table) if len(names) == rank else None
+    if weight is None:
+        return None
+    return weight, f"logical axes ({', '.join(map(str, names))})"

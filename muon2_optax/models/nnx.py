@@ -122,20 +122,17 @@ def find(
         inner = jax.tree.leaves(box)
         if len(inner) != 1 or not hasattr(inner[0], "shape"):
             continue
-        names = _names(box)
-        named = logical_axes.weight_of(names, axis_names)
-        if len(names) != len(inner[0].shape):
-            named = None
+        shape = tuple(inner[0].shape)
         weight, source = choose(
             walk.given(places, lessons),
-            named and (named, logical_axes.label(names)),
+            logical_axes.read(_names(box), len(shape), axis_names),
             walk.declared(places, MODULES, "flax.nnx"),
         )
         if weight is None and not walk.derives(box, "flax.nnx", "Param"):
             continue  # statistics, counters, keys: no optimizer sees them
         yield Found(
             path,
-            tuple(inner[0].shape),
+            shape,
             walk.owner(places),
             weight,
             source,

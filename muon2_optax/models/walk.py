@@ -72,7 +72,8 @@ def given(places: Sequence[Place], lessons: Lessons) -> tuple[Weight, str] | Non
             for key in (base, base.__name__):
                 if place.below in lessons.get(key, {}):
                     axes = lessons[key][place.below]
-                    return Weight(axes), f"module {base.__name__}, as given"
+                    weight = Weight(axes, lesson=(key, place.below))
+                    return weight, f"module {base.__name__}, as given"
     return None
 
 
