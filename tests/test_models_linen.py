@@ -292,6 +292,7 @@ def test_what_cannot_be_asked():
     for model, words in (
         (Transformed(), "Haiku.*names of the parameters"),
         ({"w": jnp.ones((3, 4))}, "dict does not say"),
+        (nn.Dense(3), "example inputs"),
         ([1, 2], "NNX.*Equinox.*Linen"),
         (jnp.ones(3), "plain tree of arrays"),
     ):

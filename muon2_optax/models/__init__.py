@@ -45,6 +45,11 @@ def decide(
     table = {**LOGICAL_AXES, **axis_names}
     under = ("",)
     if linen.is_module(model):
+        if not inputs and not keywords:
+            raise TypeError(
+                "a Linen module has no parameters before it runs: give example inputs,"
+                " MatrixRules.of(module, *inputs), as arrays or jax.ShapeDtypeStruct"
+            )
         variables, seen = linen.run(model, inputs, keywords)
         found = linen.find(variables, seen, modules, table)
         under = ("", "params/")
