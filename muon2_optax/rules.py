@@ -147,31 +147,27 @@ class MatrixRules:
         """
         from muon2_optax import models
 
+        found, before = models.find(
+            model, inputs, keywords, modules or {}, logical_axes or {}
+        )
         named = cls()
 
         def by_name(path: str, shape: tuple[int, ...]) -> Any:
             axes, reason = named._decide(path, shape)
             if reason == _UNCOVERED:
                 return None
-            if axes is None:
-                return None, reason
-            return MatrixAxes(axes.ins, axes.outs), reason
+            return axes and MatrixAxes(axes.ins, axes.outs), reason
 
-        decisions, unknown = models.decide(
-            model,
-            inputs,
-            keywords,
-            modules=modules or {},
-            axis_names=logical_axes or {},
-            by_name=by_name,
-        )
-        rules = cls(
-            tuple(patterns), strict, leaves=tuple(LeafRule(*d) for d in decisions)
-        )
+        decisions, unknown = models.settle(found, by_name)
+        leaves = [
+            LeafRule(prefix + path, axes, reason)
+            for path, axes, reason in decisions
+            for prefix in before
+        ]
         models.warn_of(
             [x for x in unknown if not any(re.search(p, x.path) for p, _ in patterns)]
         )
-        return rules
+        return cls(tuple(patterns), strict, leaves=tuple(leaves))
 
     @classmethod
     def from_dimension_numbers(

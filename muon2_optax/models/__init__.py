@@ -27,23 +27,21 @@ Decision = tuple[str, MatrixAxes | None, str]
 _HEAD_OR_ROUTER = re.compile(r"\b(head|router)\b")
 
 
-def decide(
+def find(
     model: Any,
     inputs: tuple[Any, ...],
     keywords: Mapping[str, Any],
-    *,
     modules: Lessons,
     axis_names: Mapping[str, str],
-    by_name: ByName,
-) -> tuple[list[Decision], list[Found]]:
-    """Axes and reason for each leaf of a model, and the leaves left to their names.
+) -> tuple[list[Found], tuple[str, ...]]:
+    """A model's leaves with what is known of them, and what may precede their paths.
 
     Raises:
       TypeError: the model is of no kind that can be asked.
       ValueError: ``modules`` names a parameter that the model does not have.
     """
     table = {**LOGICAL_AXES, **axis_names}
-    under = ("",)
+    before = ("",)
     if linen.is_module(model):
         if not inputs and not keywords:
             raise TypeError(
@@ -51,25 +49,21 @@ def decide(
                 " MatrixRules.of(module, *inputs), as arrays or jax.ShapeDtypeStruct"
             )
         variables, seen = linen.run(model, inputs, keywords)
-        found = linen.find(variables, seen, modules, table)
-        under = ("", "params/")
+        found = list(linen.find(variables, seen, modules, table))
+        before = ("", "params/")
     elif inputs or keywords:
         raise TypeError("example inputs are for a Linen module only")
     elif _any(nnx.is_module, model):
-        found = nnx.find(model, modules, table)
+        found = list(nnx.find(model, modules, table))
     elif _any(equinox.is_module, model):
-        found = equinox.find(model, modules)
+        found = list(equinox.find(model, modules))
     elif isinstance(model, Mapping) and linen.is_boxed(model):
-        found = linen.find(model, {}, modules, table)
-        under = ("", "params/")
+        found = list(linen.find(model, {}, modules, table))
+        before = ("", "params/")
     else:
         raise TypeError(_refusal(model))
-    found = list(found)
     _check_lessons(found, modules)
-    decisions, unknown = _settle(found, by_name)
-    return [
-        (u + path, axes, why) for path, axes, why in decisions for u in under
-    ], unknown
+    return found, before
 
 
 def _check_lessons(found: Sequence[Found], modules: Lessons) -> None:
@@ -129,9 +123,10 @@ def _refusal(model: Any) -> str:
     )
 
 
-def _settle(
+def settle(
     found: Sequence[Found], by_name: ByName
 ) -> tuple[list[Decision], list[Found]]:
+    """Axes and reason for each leaf, and the leaves that are left to their names."""
     stacks = Stacks(found)
     known: dict[str, tuple[MatrixAxes | None, str]] = {}
     unknown = []
