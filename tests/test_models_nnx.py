@@ -271,11 +271,15 @@ def test_patterns_come_first():
 
 
 def test_a_stack_axis_that_sizes_leave_open_is_not_guessed():
-    model = nnx.Dict(
-        open=stack(4, 2, lambda rngs: nnx.Linear(4, 4, use_bias=False, rngs=rngs)),
-        other=stack(4, 1, lambda rngs: nnx.Linear(4, 6, rngs=rngs)),
-        table=nnx.Embed(4, 4, rngs=nnx.Rngs(0)),
-    )
+    def build():
+        linear = nnx.Linear
+        return nnx.Dict(
+            open=stack(4, 2, lambda rngs: linear(4, 4, use_bias=False, rngs=rngs)),
+            other=stack(4, 1, lambda rngs: linear(4, 6, rngs=rngs)),
+            table=nnx.Embed(4, 4, rngs=nnx.Rngs(0)),
+        )
+
+    model = nnx.eval_shape(build)
     with pytest.warns(UserWarning, match=r"Linear: open/kernel \(4, 4, 4\)"):
         rules = MatrixRules.of(model)
     with pytest.raises(ValueError, match="open/kernel"):
@@ -294,15 +298,18 @@ def test_sizes_that_do_not_fit_their_module_are_listed():
 
 
 def test_vectors_tables_groups_and_low_rank_layers():
-    rngs = nnx.Rngs(0)
-    model = nnx.Dict(
-        depthwise=nnx.Conv(6, 6, (3,), feature_group_count=6, rngs=rngs),
-        norms=stack(3, 0, lambda rngs: nnx.LayerNorm(4, rngs=rngs)),
-        codes=stack(3, 1, lambda rngs: nnx.Embed(5, 4, rngs=rngs)),
-        adapter=nnx.LoRALinear(6, 9, lora_rank=2, rngs=rngs),
-        normed=nnx.WeightNorm(nnx.Linear(4, 6, rngs=rngs), rngs=rngs),
-        recurrent=nnx.RNN(nnx.SimpleCell(3, 5, rngs=rngs)),
-    )
+    def build():
+        rngs = nnx.Rngs(0)
+        return nnx.Dict(
+            depthwise=nnx.Conv(6, 6, (3,), feature_group_count=6, rngs=rngs),
+            norms=stack(3, 0, lambda rngs: nnx.LayerNorm(4, rngs=rngs)),
+            codes=stack(3, 1, lambda rngs: nnx.Embed(5, 4, rngs=rngs)),
+            adapter=nnx.LoRALinear(6, 9, lora_rank=2, rngs=rngs),
+            normed=nnx.WeightNorm(nnx.Linear(4, 6, rngs=rngs), rngs=rngs),
+            recurrent=nnx.RNN(nnx.SimpleCell(3, 5, rngs=rngs)),
+        )
+
+    model = nnx.eval_shape(build)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rules = MatrixRules.of(model)
