@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,59 @@ class MatrixRules:
                 ) from err
             pairs.append((pattern, axes))
         object.__setattr__(self, "patterns", tuple(pairs))
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        *inputs: Any,
+        patterns: Sequence[tuple[str, MatrixAxes | None]] = (),
+        strict: bool = False,
+        modules: Mapping[Any, Mapping[str, MatrixAxes | None]] | None = None,
+        logical_axes: Mapping[str, str] | None = None,
+        **keywords: Any,
+    ) -> "MatrixRules":
+        """Rules from the model itself, whose modules say what each parameter is.
+
+        Parameters of modules that are not known go by their names; one warning lists
+        them. Shapes are enough: nothing is computed and no array is kept.
+
+        Args:
+          model: a Flax NNX model; an Equinox model; a Linen module, with example
+            ``inputs``; or the variables of a Linen model in boxes with logical axis
+            names, as ``jax.eval_shape(module.init, ...)`` gives them.
+          *inputs: of a Linen module, what its call takes: arrays or
+            ``jax.ShapeDtypeStruct``.
+          patterns: rules by path that come before what the model says.
+          strict: as in ``MatrixRules``.
+          modules: what the parameters of other modules are: for a type of module (or
+            its name), the axes of each parameter by its path below the module, None for
+            AdamW: ``{MyLinear: {"w": MatrixAxes(-2, -1)}}``.
+          logical_axes: what further logical axis names stand for, as in
+            ``muon2_optax.models.logical_axes.LOGICAL_AXES``.
+          **keywords: further arguments of a Linen module's call.
+
+        Raises:
+          TypeError: the model is of none of these kinds.
+          ValueError: axes in ``modules`` do not fit their parameter.
+
+        >>> from flax import nnx
+        >>> model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+        >>> MatrixRules.of(model).resolve("kernel", (4, 8)).fan_in
+        4
+        """
+        from muon2_optax import models
+
+        found, before = models.find(
+            model, inputs, keywords, modules or {}, logical_axes or {}
+        )
+        # Names are asked of single layers: they know nothing of stacks.
+        named = _bound(cls(), tuple((x.path, x.single or x.shape) for x in found))
+        ruled = Patterns([pattern for pattern, _ in patterns], True)
+        leaves = models.leaf_rules(
+            found, before, named._decide, lambda path: ruled.first(path) is not None
+        )
+        return cls(tuple(patterns), strict, leaves=leaves)
 
     @classmethod
     def from_dimension_numbers(

@@ -95,7 +95,6 @@ ADAM = {
     "attention sink": "attn/sink sink_logits attn/attention_sinks",
     "layer scale": "ls1/weight block/layer_scale_2 resid_lambdas layerscale/w",
     "hyper-connection": "hc_attn_base hc_ffn_scale static_alpha",
-    "LoRA": "q/lora_down/kernel lora_B proj/LoRA_0/a kernel_lora_a",
     "token": "cls reg_tokens dist_token mask_tokens/weight soft_prompt MAPHead_0/probe",
     "latent": "latents latent_array object_queries learned_query track_queries/weight",
     "state": "init_hidden/w initial_state null_kv",
@@ -128,7 +127,8 @@ MATRICES = (
     "gate_proj/kernel mlp/gate/kernel moe/experts/gate/kernel routed_experts/wi "
     "shared_expert/gate_up_proj/kernel delta_proj/kernel in_proj/kernel x_proj/kernel "
     "latent_proj/kernel to_latents_proj/kernel query/kernel queries_proj/kernel "
-    "lorax/kernel floral/kernel MAPHead_0/MlpBlock_0/Dense_1/kernel "
+    "lora_down/kernel q/lora_B lorax/kernel floral/kernel "
+    "MAPHead_0/MlpBlock_0/Dense_1/kernel "
     "attention/output/dense/kernel prober/kernel sinkhorn/kernel downsample/kernel"
 )
 

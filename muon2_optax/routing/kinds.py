@@ -82,7 +82,6 @@ _HERE = ("leaf", "owner")
 _OWN = ("leaf", "vector's owner")
 
 KINDS = (
-    Kind("LoRA", ("leaf", "owner", "above"), _word("[dq]?loras?|dora")),
     # --- attention sinks, positions, tables of embeddings
     Kind(
         "attention sink",
