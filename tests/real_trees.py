@@ -1,7 +1,15 @@
 """Parameter trees of public projects, and what the rules make of them.
 
-Each file of ``tests/trees`` holds one tree: paths and shapes read from a project's model,
-and for every leaf what it does there and so where it belongs.
+Each file of ``tests/trees`` holds one tree: paths and shapes as the project's model makes
+them, and for every leaf what it does there and so where it belongs:
+
+- ``group`` "matrix" with the true ``in`` and ``out`` axes, or "adam".
+- ``warned``: names and shapes cannot decide this leaf, so a warning names it.
+- ``either``: the first or last layer of a model, where both optimizers are in use.
+- ``open``: the defaults are wrong without a word, and why they cannot know better.
+
+``python tests/real_trees.py`` writes the table of ``docs/routing.md`` anew, and the marks
+``warned``, whose changes a reviewer then sees in the data.
 """
 
 import dataclasses
@@ -16,6 +24,7 @@ import jax.numpy as jnp
 from muon2_optax import MatrixRules
 
 FOLDER = pathlib.Path(__file__).parent / "trees"
+DOCUMENT = FOLDER.parent.parent / "docs" / "routing.md"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -28,7 +37,8 @@ class Outcome:
       expected, got: ``"adam"`` or ``"matrix (in) -> (out)"``.
       wrong: they differ in what the optimizer does.
       warned: a warning names the leaf.
-      listed: the file says that names and shapes cannot decide this leaf.
+      listed: the file says that a warning names it.
+      known: the file says that the defaults are wrong here, and why.
     """
 
     path: str
@@ -39,6 +49,7 @@ class Outcome:
     wrong: bool
     warned: bool
     listed: bool
+    known: bool
 
     @property
     def silently_wrong(self) -> bool:
@@ -67,7 +78,7 @@ def outcomes(project, rules=None):
         if hasattr(rules, "bind"):
             rules = rules.bind(params)
         rules.labels(params)
-    messages = "\n".join(str(warning.message) for warning in caught)
+    text = "\n".join(str(warning.message) for warning in caught)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     named = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape)
@@ -75,13 +86,17 @@ def outcomes(project, rules=None):
     ]
     # Containers keep the leaves under the paths of the file, but sorted their own way.
     expected = {_bare(path): leaf for path, leaf in project["leaves"].items()}
+    # A warning names one of many layers alike, so that it can be read.
+    named_in = {_alike(*leaf) for leaf in named if _is_named(leaf[0], text)}
     return [
-        _outcome(path, shape, expected[_bare(path)], rules, messages)
+        _outcome(
+            path, shape, expected[_bare(path)], rules, _alike(path, shape) in named_in
+        )
         for path, shape in named
     ]
 
 
-def _outcome(path, shape, leaf, rules, messages):
+def _outcome(path, shape, leaf, rules, warned):
     axes = rules.resolve(path, shape)
     truth = None if leaf["group"] == "adam" else (leaf["in"], leaf["out"])
     found = None if axes is None else (list(axes.ins), list(axes.outs))
@@ -89,7 +104,6 @@ def _outcome(path, shape, leaf, rules, messages):
         truth = None  # the last layer of a model: both are in use
     elif found is not None and axes.fan_in == sum(axes.splits) and truth == found[::-1]:
         truth = found  # a square matrix: its transpose gets the transposed step
-    named = re.search(rf"(?<![\w./~]){re.escape(path)}(?![\w./~])", messages)
     return Outcome(
         path,
         shape,
@@ -97,9 +111,18 @@ def _outcome(path, shape, leaf, rules, messages):
         _words(truth),
         _words(found),
         truth != found,
-        named is not None,
+        warned,
         bool(leaf.get("warned")),
+        "open" in leaf,
     )
+
+
+def _is_named(path, text):
+    return re.search(rf"(?<![\w./~]){re.escape(path)}(?![\w./~])", text) is not None
+
+
+def _alike(path, shape):
+    return re.sub(r"\d+", "*", path), shape
 
 
 def _words(axes):
@@ -174,3 +197,92 @@ _CONTAINERS = {
     "haiku": _haiku,
     "attributes": _records,
 }
+
+
+HEADER = (
+    "project",
+    "model",
+    "revision",
+    "leaves",
+    "matrices",
+    "AdamW",
+    "warned",
+    "silently wrong",
+)
+
+
+def table():
+    """The table of ``docs/routing.md``: one line for each tree, and a total."""
+    rows = [list(map(str, HEADER)), ["---"] * 3 + ["--:"] * 5]
+    totals = [0] * 5
+    for name in NAMES:
+        project = read(name)
+        found = outcomes(project)
+        counts = [
+            len(found),
+            sum(o.got != "adam" for o in found),
+            sum(o.got == "adam" for o in found),
+            sum(o.warned for o in found),
+            sum(o.silently_wrong for o in found),
+        ]
+        totals = [total + count for total, count in zip(totals, counts)]
+        file = f"`{project['file']}`: {project['config']}"
+        revision = project["revision"]
+        short = revision if revision.startswith("v") else revision[:10]
+        rows.append([project["project"], file, short, *map(str, counts)])
+    rows.append(["all", f"{len(NAMES)} trees", "", *map(str, totals)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def open_leaves():
+    """A list of the leaves that go wrong without a word, and why."""
+    lines = []
+    for name in NAMES:
+        project = read(name)
+        for path, leaf in project["leaves"].items():
+            if "open" in leaf:
+                lines.append(
+                    f"- {project['project']}, `{path}` {tuple(leaf['shape'])}, "
+                    f"{leaf['what']}: {leaf['open']}."
+                )
+    return "\n".join(lines)
+
+
+def fill(text):
+    """The document with its generated parts, each between two comments, made anew."""
+    for name, made in (("table", table()), ("open", open_leaves())):
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        head, _, rest = text.partition(begin)
+        text = head + begin + made + end + rest.partition(end)[2]
+    return text
+
+
+def relist():
+    """Marks in the files the leaves that a warning names today."""
+    for name in NAMES:
+        project = read(name)
+        warned = {_bare(o.path) for o in outcomes(project) if o.warned}
+        for path, leaf in project["leaves"].items():
+            leaf.pop("warned", None)
+            if _bare(path) in warned:
+                leaf["warned"] = True
+        (FOLDER / f"{name}.json").write_text(_text(project))
+
+
+def _text(project):
+    """JSON with one line for each leaf."""
+    head = "".join(
+        f" {json.dumps(key)}: {json.dumps(value)},\n"
+        for key, value in project.items()
+        if key != "leaves"
+    )
+    rows = ",\n".join(
+        f"  {json.dumps(path)}: {json.dumps(leaf)}"
+        for path, leaf in project["leaves"].items()
+    )
+    return f'{{\n{head} "leaves": {{\n{rows}\n }}\n}}\n'
+
+
+if __name__ == "__main__":
+    relist()
+    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
