@@ -1,15 +1,15 @@
 """Parameter trees of public projects, and what the rules make of them.
 
-Each file of ``tests/trees`` holds one tree: paths and shapes as the project's model makes
-them, and for every leaf what it does there and so where it belongs:
+Each file of ``tests/trees`` holds one tree: paths and shapes as the project's model
+makes them, and for every leaf what it does there and so where it belongs:
 
 - ``group`` "matrix" with the true ``in`` and ``out`` axes, or "adam".
 - ``warned``: names and shapes cannot decide this leaf, so a warning names it.
 - ``either``: the first or last layer of a model, where both optimizers are in use.
 - ``open``: the defaults are wrong without a word, and why they cannot know better.
 
-``python tests/real_trees.py`` writes the table of ``docs/routing.md`` anew, and the marks
-``warned``, whose changes a reviewer then sees in the data.
+``python tests/real_trees.py`` writes the table of ``docs/routing.md`` anew, and the
+marks ``warned``, whose changes a reviewer then sees in the data.
 """
 
 import dataclasses
@@ -252,8 +252,11 @@ def fill(text):
     """The document with its generated parts, each between two comments, made anew."""
     for name, made in (("table", table()), ("open", open_leaves())):
         begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        head, _, rest = text.partition(begin)
-        text = head + begin + made + end + rest.partition(end)[2]
+        head, begun, rest = text.partition(begin)
+        _, ended, tail = rest.partition(end)
+        if not (begun and ended):
+            raise ValueError(f"{DOCUMENT} has no place for the part {name!r}")
+        text = head + begin + made + end + tail
     return text
 
 
