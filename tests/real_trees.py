@@ -132,7 +132,8 @@ def _words(axes):
 
 
 def _bare(path):
-    return re.sub(r"[/.]", " ", path)
+    """The names of a path, whichever container wrote it."""
+    return " ".join(re.findall(r"[\w~-]+", path))
 
 
 def _nested(leaves):

@@ -69,6 +69,26 @@ def test_every_leaf_has_a_meaning_and_axes_that_fit_its_shape(project):
         MatrixAxes(tuple(leaf["in"]), tuple(leaf["out"])).resolve(tuple(leaf["shape"]))
 
 
+_NESTED = ["flax_wmt", "easylm_llama", "hf_flax_bert", "big_vision_vit", "mamba_flax"]
+
+
+@pytest.mark.parametrize("container", ["tuple keys", "flat dotted", "attributes"])
+@pytest.mark.parametrize("name", _NESTED)
+def test_the_container_makes_no_difference(name, container):
+    """Tuple keys are what flax.traverse_util.flatten_dict makes of a nested dict."""
+    project = real_trees.read(name)
+    if container == "flat dotted":
+        leaves = {path.replace("/", "."): x for path, x in project["leaves"].items()}
+        moved = project | {"leaves": leaves, "container": container}
+    else:
+        moved = project | {"container": container}
+
+    def groups(tree):
+        return sorted((o.what, o.shape, o.got) for o in real_trees.outcomes(tree))
+
+    assert groups(moved) == groups(project)
+
+
 def test_the_documented_table_is_current():
     text = real_trees.DOCUMENT.read_text()
     assert real_trees.fill(text) == text, "run python tests/real_trees.py"
