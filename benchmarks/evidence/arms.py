@@ -115,38 +115,13 @@ def watch() -> Transform:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def equilibrate() -> Transform:
-    """diag(M M^T)^(-1/4) M diag(M^T M)^(-1/4) of each matrix (..., in, out).
-
-    The stateless rival of Muon^2-F (MuonEq): rows and columns over the square roots of
-    their norms.
-    """
-
-    def leaf(m: jax.Array) -> jax.Array:
-        square = jnp.square(m)
-        rows = jnp.sum(square, axis=-1, keepdims=True)
-        columns = jnp.sum(square, axis=-2, keepdims=True)
-        return m * jax.lax.rsqrt(jnp.sqrt(rows * columns) + 1e-37)
-
-    return optax.stateless(lambda updates, params: jax.tree.map(leaf, updates))
-
-
-def cautious_decay(decay: Any) -> Transform:
-    """Weight decay of the entries that the update makes smaller anyway."""
-
-    def leaf(u: jax.Array, p: jax.Array) -> jax.Array:
-        return u + decay * jnp.where(u * p > 0, p, 0)
-
-    return optax.stateless(lambda updates, params: jax.tree.map(leaf, updates, params))
-
-
 def direction(arm: Arm, rules: m2.MatrixRules, watched: bool = False) -> Transform:
     """From gradients of matrices to the direction of their step."""
     kinds: dict[str, Callable[[], list[Transform]]] = {
         "momentum": lambda: [m2.scale_by_momentum(B1, nesterov=arm.nesterov)],
         "equilibrated": lambda: [
             m2.scale_by_momentum(B1, nesterov=arm.nesterov),
-            equilibrate(),
+            m2.equilibrate(rules=rules),
         ],
         "signs": lambda: [
             m2.scale_by_momentum(B1, nesterov=arm.nesterov),
@@ -200,7 +175,7 @@ def step_size(control: str, rules: m2.MatrixRules, hyper: Hyper) -> list[Transfo
     decays: dict[str, Callable[[], list[Transform]]] = {
         "none": list,
         "decay": lambda: [optax.add_decayed_weights(hyper.decay)],
-        "cautious": lambda: [cautious_decay(hyper.decay)],
+        "cautious": lambda: [m2.add_cautious_weight_decay(hyper.decay)],
     }
     return [*decays[control](), optax.scale_by_learning_rate(hyper.rate)]
 

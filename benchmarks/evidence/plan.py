@@ -19,6 +19,7 @@ FIRST_SEED, MORE_SEEDS = 101, (102, 103, 104)
 HYPERBALL = ("hyperball", 0.0, (0.03, 0.02, 0.045))
 DECAY_1 = ("decay", 0.1, (0.02, 0.03))
 DECAY_3 = ("decay", 0.3, (0.02, 0.03))
+FASTER_1, FASTER_3 = ("decay", 0.1, (0.045,)), ("decay", 0.3, (0.045,))
 DECAY_6 = ("decay", 0.6, (0.02, 0.03))
 CAUTIOUS = ("cautious", 0.3, (0.02, 0.03))
 NONE = ("none", 0.0, (0.02,))
@@ -169,30 +170,33 @@ PAPER = (
 BEST_RATE = ("hyperball", 0.0, (0.03,))
 
 PLANS: dict[str, list[Stage]] = {
-    # What the main question needs, then its neighbours.
+    # What the main question needs.
     "llama_60m": [
         grid((BASE, OURS), [HYPERBALL, DECAY_3, DECAY_1, NONE]),
         repeats((BASE, OURS), "hyperball", 3, (102, 103)),
         shorter(OURS, "hyperball", 3, (525,), (101, 102, 103)),
         extended((BASE, OURS), DECAY_3, DECAY_6, 4),
         grid(FAMILY, [HYPERBALL]),
-        repeats((BASE, OURS), "decay", 4, (102, 103)),
+        # Decay was best at the highest rate of the grid.
+        grid((BASE, OURS), [FASTER_1, FASTER_3]),
+        repeats((BASE, OURS), "decay", 8, (102, 103)),
+        repeats((BASE, OURS, *FAMILY), "hyperball", 3, (102, 103)),
+        shorter(OURS, "hyperball", 3, (630,), (101, 102, 103)),
         grid(ABLATIONS[:4], [BEST_RATE]),
     ],
+    # Its neighbours.
     "llama_60m_more": [
         grid(("adamw",), ADAM_TREATMENTS[:1]),
-        grid(ABLATIONS[4:8], [BEST_RATE]),
-        shorter(OURS, "hyperball", 3, (455,), (101, 102, 103)),
+        grid(ABLATIONS[4:], [BEST_RATE]),
         grid((BASE, OURS), [CAUTIOUS]),
-        grid(ABLATIONS[8:], [BEST_RATE]),
-        grid(("adamw",), ADAM_TREATMENTS),
-        grid(FAMILY, [DECAY_3, DECAY_1, NONE, CAUTIOUS]),
-        repeats((BASE, OURS, *FAMILY), "hyperball", 3, (102, 103)),
+        grid(("adamw",), ADAM_TREATMENTS[1:]),
+        grid(FAMILY, [DECAY_1, DECAY_3, FASTER_1, FASTER_3, NONE, CAUTIOUS]),
         repeats((BASE, OURS), "hyperball", 3, (104,)),
-        repeats((BASE, OURS), "decay", 4, (104,)),
+        repeats((BASE, OURS), "decay", 8, (104,)),
+        # The paper's table: as published but for equal momentum.
+        grid(("muon K=3", "muon2 K=5", "muon2_f K=5"), [NONE]),
+        grid((BASE, "muon2 K=3", "muon2_f K=3"), [NONE], seeds=(102, 103)),
     ],
-    # The rates and decays of the baseline, which need nothing new.
-    "muon_decay": [grid((BASE,), [DECAY_3, DECAY_1, NONE])],
     # Half of the steps, to see whether the sign is the same.
     "gpt_124m_sign": [
         grid((BASE, OURS), [BEST_RATE], "gpt_124m", steps=350),

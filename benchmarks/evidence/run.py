@@ -88,6 +88,8 @@ def work(args: argparse.Namespace) -> None:
         append(args.out, line(mine, found, environment))
         longest[mine.size] = found["wall_s"] / _share(mine)
         print(time.strftime("%X"), mine, found["loss"], found["wall_s"], flush=True)
+    for each in trainers.values():
+        each.close()
 
 
 def _share(cell: Cell) -> float:
@@ -113,7 +115,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.claims:
         work(args)
-        return
+        # Without waiting for programs that are compiled for nobody.
+        sys.stdout.flush()
+        os._exit(0)
     more = ["--claims", tempfile.mkdtemp(prefix="claims-")]
     if args.seconds:
         more += ["--until", str(time.time() + args.seconds)]

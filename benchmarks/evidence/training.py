@@ -93,6 +93,10 @@ class Trainer:
         compiled = lowered.compile()
         return init, compiled, round(time.perf_counter() - start, 1)
 
+    def close(self) -> None:
+        """Drops what was to be compiled and has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def run(
         self,
         cell: Cell,
