@@ -106,15 +106,19 @@ def test_singular_values_of_the_output(steps):
         x = matrix(s, 130)
         u, _, vt = np.linalg.svd(x, full_matrices=False)
         out = np.diag(u.T @ iterate(x, TABLES[steps]) @ vt.T)
-        assert out.min() > 0 and out.max() < 1.3 + 1e-4
+        assert out.min() > 0 and out.max() < 1.3 + 16 * 1.5e-4
 
 
 @every_length
 def test_it_is_safe(steps):
-    """The fit's criteria, after rounding to four digits, up to 1.02."""
+    """The fit's criteria up to 1.02, but for four digits.
+
+    Each of three coefficients is off by up to 5e-5, and the last step passes the error
+    of the one before on with a slope of up to 16.
+    """
     s = np.r_[np.geomspace(1e-12, 1, 30_001), np.linspace(0, 1.02, 30_001)[1:]]
     s.sort()
-    slack = 1e-4
+    slack = 16 * 1.5e-4
     y = s
     for i, (a, b, c) in enumerate(TABLES[steps]):
         before, y = y, a * y + b * y**3 + c * y**5

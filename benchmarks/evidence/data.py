@@ -8,6 +8,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import lzma
+import multiprocessing
 import os
 import pathlib
 import tempfile
@@ -49,18 +50,23 @@ def tokenize(
     folder.mkdir(parents=True, exist_ok=True)
     # One process for each file; threads within a process would compete for its cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with concurrent.futures.ProcessPoolExecutor(processes) as pool:
-        for part in ("train", "val"):
-            path = folder / f"{part}.npy"
-            if path.exists():
-                continue
-            texts = sorted(corpus.glob(f"{part}_*.txt*"))
-            if not texts:
-                raise ValueError(f"{corpus} has no file {part}_*.txt.xz")
-            ids = list(pool.map(_encode, texts, [tokenizer] * len(texts)))
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                np.save(file, np.concatenate(ids))
-            os.replace(file.name, path)
+    for part in ("train", "val"):
+        path = folder / f"{part}.npy"
+        if path.exists():
+            continue
+        texts = sorted(corpus.glob(f"{part}_*.txt*"))
+        if not texts:
+            raise ValueError(f"{corpus} has no file {part}_*.txt.xz")
+        work = texts, [tokenizer] * len(texts)
+        if processes == 1:
+            ids = list(map(_encode, *work))
+        else:
+            spawn = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(processes, spawn) as pool:
+                ids = list(pool.map(_encode, *work))
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            np.save(file, np.concatenate(ids))
+        os.replace(file.name, path)
 
 
 def _encode(text: pathlib.Path, tokenizer: pathlib.Path) -> np.ndarray:

@@ -197,8 +197,8 @@ def summary(results: Results) -> str:
         f" {claims.STEPS}, its perplexity is still higher than that Muon's:"
         f" {shown(rest)}.",
         "**Muon alone cannot use K=3 on the hyperball:** with the fitted schedule it"
-        f" has {ppl['muon K=3 fitted', 'hyperball']}, against {base} with K=5 and Keller's"
-        " triple (one seed).",
+        f" has {ppl['muon K=3 fitted', 'hyperball']}, against {base} with K=5 and"
+        " Keller's triple (one seed).",
         "**The stateless rival is close:** equilibrated Muon with the fitted schedule"
         f" and K=3 has {ppl['muon_eq K=3 fitted', 'hyperball']} (one seed).",
     ]

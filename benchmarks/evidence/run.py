@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import record
@@ -99,7 +100,7 @@ def _share(cell: Cell) -> float:
     return cell.steps / SIZES[cell.size].steps if cell.steps else 1.0
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", required=True, help=", ".join(plan.PLANS))
     parser.add_argument(
@@ -112,7 +113,11 @@ def main() -> None:
     parser.add_argument("--commit", help="recorded where git is not there")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--claims", type=pathlib.Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse()
     if args.claims:
         work(args)
         # Without waiting for programs that are compiled for nobody.

@@ -52,7 +52,9 @@ SIZES: dict[str, Size] = {
     ),
     # For tests and for a first look on a CPU.
     "tiny": Size(
-        ModelConfig(model="llama_tiny", dim=32, hidden=48, heads=2, seq_len=16),
+        ModelConfig(
+            model="llama_tiny", dim=32, hidden=48, layers=1, heads=2, seq_len=16
+        ),
         64,
         "tiny",
         steps=12,

@@ -193,7 +193,7 @@ def _initializer(size: Size) -> Callable[[jax.Array], Any]:
 def _loss(size: Size, params: Any, tokens: jax.Array, windows: jax.Array) -> Any:
     """The loss to minimize, and the cross entropy alone, of some windows of text."""
     length = size.config.seq_len
-    rows = windows[:, None] * length + jnp.arange(length + 1)
+    rows = windows[:, None] * length + jnp.arange(length + 1)[None]
     text = tokens[rows].astype(jnp.int32)
     abstract = nnx.eval_shape(
         lambda: build(size.config, size.vocab_size, rngs=nnx.Rngs(0))
