@@ -269,3 +269,26 @@ def test_advice_quotes_only_what_was_measured():
     # The cost of another rate, from two cells of the grid.
     known |= {"1.8", "3.0"}
     assert set(quoted) <= known
+
+
+def test_the_recommended_recipe_is_the_arm_that_was_measured():
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    # At a constant rate, since a warm-up starts with a step of length 0.
+    names = {}
+    exec(re.sub(r"return optax.warmup.*", "return rate", code), names)
+    rng = np.random.default_rng(0)
+    params, grads = (
+        {k: jax.numpy.asarray(rng.standard_normal(s), "float32") for k, s in shapes}
+        for shapes in [[("kernel", (6, 9)), ("bias", (9,))]] * 2
+    )
+    hyper = arms.Hyper(0.03, 2e-3, 0.0)
+    arm = arms.ARMS[plan.OURS]
+    measured = arms.transform(arm, "hyperball", m2.MatrixRules(), hyper, clip=1e9)
+    taken = []
+    for tx in (names["tx"], measured):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        taken.append(updates)
+    # The shape factor of the arm is taken away by the hyperball, but for its rounding.
+    np.testing.assert_allclose(taken[0]["kernel"], taken[1]["kernel"], atol=1e-6)
+    np.testing.assert_allclose(taken[0]["bias"], taken[1]["bias"], rtol=1e-6)

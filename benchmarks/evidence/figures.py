@@ -20,13 +20,14 @@ STYLE = {
     "svg.hashsalt": "muon2_optax",  # the same file from the same lines
     "svg.fonttype": "none",
     "font.size": 9,
+    "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.3,
     "figure.facecolor": "white",
 }
-COLORS = ("#1b6ca8", "#c8553d", "#3d8361", "#7a5195", "#8a8a8a")
+COLORS = ("#1b6ca8", "#8a8a8a", "#3d8361", "#d9a441", "#c8553d")
 
 
 def save(figure: Any, path: pathlib.Path) -> None:
@@ -60,10 +61,15 @@ def rates(
                     axis.plot(*zip(*points), "o-", color=color, label=arm, ms=3, lw=1.2)
             axis.set(title=panel, xlabel="peak rate")
         np.atleast_1d(axes)[0].set_ylabel("validation perplexity")
+        shown = {}
+        for axis in np.atleast_1d(axes):
+            handles, labels = axis.get_legend_handles_labels()
+            shown |= dict(zip(labels, handles))
         figure.legend(
-            *np.atleast_1d(axes)[0].get_legend_handles_labels(),
+            [shown[arm] for arm in arms if arm in shown],
+            [arm for arm in arms if arm in shown],
             loc="upper center",
-            bbox_to_anchor=(0.5, 0),
+            bbox_to_anchor=(0.5, -0.02),
             ncols=3,
             frameon=False,
         )
@@ -75,7 +81,7 @@ def mechanisms(
 ) -> None:
     """Input spectra early and late, and the cosine similarity by steps."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 3, figsize=(8.2, 2.6))
+        figure, axes = plt.subplots(1, 3, figsize=(8.6, 2.6), layout="constrained")
         for axis, phase in zip(axes, ("early", "late")):
             for name, color in zip(mechanism.ARMS, COLORS):
                 quantiles = phases[name, phase].quantiles
@@ -84,7 +90,7 @@ def mechanisms(
             axis.set(
                 xscale="log",
                 xlim=(1e-5, 0.5),
-                title=f"what enters Newton–Schulz, {phase}",
+                title=f"input of Newton–Schulz, {phase}",
                 xlabel="normalized singular value",
             )
         axes[0].set_ylabel("share below")
@@ -97,7 +103,7 @@ def mechanisms(
             fitted = [found["muon2", k] for k in steps[1:]]
             axes[2].plot(steps[1:], fitted, "s--", color=color, ms=3, lw=1)
         axes[2].set(
-            title="cosine to the polar factor, early",
+            title="cosine to polar factor, early",
             xlabel="K (dashed: fitted schedule)",
             xticks=steps,
         )
