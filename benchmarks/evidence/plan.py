@@ -223,6 +223,18 @@ PLANS: dict[str, list[Stage]] = {
             size="moe_16x2",
         )
     ],
+    # Whether the best rate moves with the width; 512 is LLaMA-60M itself.
+    "widths": [
+        grid(
+            (OURS,),
+            [
+                ("hyperball", 0.0, (0.015, 0.03, 0.06)),
+                ("decay", 0.1, (0.015, 0.03, 0.06)),
+            ],
+            size=size,
+        )
+        for size in ("llama_w128", "llama_w256", "llama_60m", "llama_w1024")
+    ],
     "tiny": [
         grid(
             (BASE, OURS, "adamw", "muon_eq K=5"),

@@ -34,6 +34,14 @@ class Size:
         return self.batch_size * self.config.seq_len
 
 
+def _wide(width: int) -> Size:
+    """LLaMA-60M at another width, for the transfer of rates."""
+    config = ModelConfig(
+        model="llama_60m", dim=width, hidden=width * 21 // 8, heads=width // 64
+    )
+    return Size(config, 32000, "sp32k")
+
+
 SIZES: dict[str, Size] = {
     "llama_60m": Size(ModelConfig(model="llama_60m"), 32000, "sp32k"),
     # A second size for the spectra: half the width, three quarters of the depth.
@@ -43,6 +51,7 @@ SIZES: dict[str, Size] = {
         "sp32k",
     ),
     "gpt_124m": Size(ModelConfig(model="gpt_small"), 50257, "gpt2", adam_rate=1e-3),
+    **{f"llama_w{width}": _wide(width) for width in (128, 256, 1024)},
     "moe_16x2": Size(
         ModelConfig(
             model="moe_7b", dim=512, hidden=768, layers=6, heads=8, seq_len=1024
