@@ -22,6 +22,7 @@ from benchmarks.evidence.arms import Hyper
 from benchmarks.evidence.cells import Cell
 from benchmarks.evidence.sizes import Size
 from examples.models import build, matrix_rules
+from examples.models.loss import head_loss
 
 WARMUP, FINAL = 0.05, 0.1
 # Validation rows during a run; the loss at its end is that of the whole text.
@@ -200,8 +201,8 @@ def _loss(size: Size, params: Any, tokens: jax.Array, windows: jax.Array) -> Any
     )
     graphdef, _ = nnx.split(abstract, nnx.Param)
     model = nnx.merge(graphdef, params)
-    features, balance = model.features(text[:, :-1])
-    total, loss = model.loss(features, text[:, 1:], chunks=size.loss_chunks)
+    features, balance = model.features(text[:, :-1])[:2]
+    total, loss = head_loss(features, model.head(), text[:, 1:], 0.0, size.loss_chunks)
     return total + balance, loss
 
 
