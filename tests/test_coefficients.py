@@ -14,6 +14,8 @@ from muon2_optax.schedules.coefficients import resolve
 ROWS = ((3.5, -4.0, 1.5), (3.0, -3.5, 1.2), (2.0, -1.5, 0.5))
 FIRST = m2.Schedule(ROWS)
 LAST = m2.Schedule(ROWS, take="last")
+SHORTER = ((3.1, -4.1, 1.1), (2.1, -1.1, 0.1))
+WHOLE = m2.Schedule(ROWS, take="whole", shorter=(SHORTER,))
 
 
 def test_keller_is_the_published_triple():
@@ -43,6 +45,23 @@ def test_last_has_no_continuation():
         resolve(LAST, 4)
 
 
+def test_whole_tables_are_never_cut_or_extended():
+    assert WHOLE.rows(3) == ROWS and WHOLE.rows(2) == SHORTER
+    assert resolve(WHOLE, 2).rows == SHORTER
+    assert WHOLE.rows(0) == ()
+    for steps in (1, 4):
+        with pytest.raises(ValueError, match=rf"ns_steps={steps}.*\[2, 3\] steps only"):
+            WHOLE.rows(steps)
+
+
+def test_shorter_tables_are_checked():
+    with pytest.raises(ValueError, match="take='whole', not 'first'"):
+        m2.Schedule(ROWS, shorter=(SHORTER,))
+    with pytest.raises(ValueError, match="triple"):
+        m2.Schedule(ROWS, take="whole", shorter=(((1.0, 2.0),),))
+    assert hash(WHOLE) == hash(m2.Schedule(ROWS, take="whole", shorter=[list(SHORTER)]))
+
+
 @pytest.mark.parametrize("name", sorted(m2.SCHEDULES))
 def test_every_name(name):
     schedule = m2.SCHEDULES[name]
@@ -53,7 +72,11 @@ def test_every_name(name):
     hash(schedule)
 
 
-@pytest.mark.parametrize("name", sorted(m2.SCHEDULES))
+# Fitted ones trade this for alignment: tests/test_fitted_schedule.py has their limits.
+MADE_FOR_ONE = sorted(n for n, s in m2.SCHEDULES.items() if s.take != "whole")
+
+
+@pytest.mark.parametrize("name", MADE_FOR_ONE)
 def test_full_run_of_every_schedule_brings_singular_values_near_one(name):
     """A mistyped digit or a wrong order sends some of them elsewhere."""
     schedule = m2.SCHEDULES[name]
@@ -129,7 +152,7 @@ def test_schedule_is_a_checked_value():
         m2.Schedule(())
     with pytest.raises(ValueError, match="triple"):
         m2.Schedule(((1.0, 2.0),))
-    with pytest.raises(ValueError, match="'first' or 'last', got 'middle'"):
+    with pytest.raises(ValueError, match="'first', 'last' or 'whole', got 'middle'"):
         m2.Schedule(ROWS, take="middle")
 
 
@@ -147,6 +170,25 @@ def test_traced_steps_find_the_same_triples(schedule):
     for steps in range(4 if schedule is LAST else 6):
         want = np.reshape(schedule.rows(steps), (-1, 3))
         np.testing.assert_allclose(rows(steps)[:steps], want, rtol=1e-6)
+
+
+def test_traced_steps_choose_a_whole_table():
+    """The longest that is not too long; what a table ends with is never repeated."""
+
+    @jax.jit
+    def plan(steps):
+        found = resolve(WHOLE, steps)
+        return found.rows, found.steps
+
+    for steps, run, table in (
+        (1, 1, SHORTER),
+        (2, 2, SHORTER),
+        (3, 3, ROWS),
+        (7, 3, ROWS),
+    ):
+        rows, count = plan(steps)
+        assert count == run
+        np.testing.assert_allclose(rows[:run], table[:run], rtol=1e-6)
 
 
 def test_optimizers_refuse_bad_coefficients_when_built():

@@ -148,7 +148,7 @@ def test_leaves_of_one_shape_do_not_see_one_another():
 def test_descent_direction(name):
     """<O, M> > 0 for every schedule, length and spectrum: never a flipped sign."""
     schedule = m2.SCHEDULES[name]
-    longest = len(schedule.triples) if schedule.take == "last" else 8
+    longest = 8 if schedule.take == "first" else len(schedule.triples)
     x = np.stack([x for k, x in spectra((8, 20)).items() if k != "zero"])
     run = jax.jit(lambda x, steps: m2.newton_schulz(x, steps, name))
     for steps in range(1, longest + 1):

@@ -60,33 +60,50 @@ class Schedule:
       triples: the (a, b, c) of successive steps.
       take: which triples a run of K steps uses. ``"first"``: the first K, the last
         one repeating beyond the end. ``"last"``: the last K; more than there are is
-        an error, because such a list has no defined continuation.
+        an error, because such a list has no defined continuation. ``"whole"``: all of
+        ``triples``, or all of the one table in ``shorter`` that has K rows; any other
+        K is an error, because each table was made for its own number of steps.
+      shorter: the tables for fewer steps, with ``take="whole"``.
       normalization: what is done to the input before the first step.
       source: paper or repository.
     """
 
     triples: tuple[Triple, ...]
-    take: Literal["first", "last"] = "first"
+    take: Literal["first", "last", "whole"] = "first"
     normalization: Normalization = Frobenius()
     source: str = ""
+    shorter: tuple[tuple[Triple, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        rows = tuple(tuple(float(v) for v in row) for row in self.triples)
-        if not rows or any(len(row) != 3 for row in rows):
+        if self.take not in ("first", "last", "whole"):
             raise ValueError(
-                f"a schedule needs at least one triple (a, b, c), got {self.triples!r}"
+                f"take must be 'first', 'last' or 'whole', got {self.take!r}"
             )
-        if not all(math.isfinite(v) for row in rows for v in row):
-            raise ValueError(f"coefficients must be finite, got {rows}")
-        if self.take not in ("first", "last"):
-            raise ValueError(f"take must be 'first' or 'last', got {self.take!r}")
-        object.__setattr__(self, "triples", rows)
+        if self.shorter and self.take != "whole":
+            raise ValueError(
+                f"shorter tables go with take='whole', not {self.take!r}, which says"
+                " what a shorter run uses"
+            )
+        object.__setattr__(self, "triples", _checked(self.triples))
+        object.__setattr__(self, "shorter", tuple(map(_checked, self.shorter)))
+
+    @property
+    def tables(self) -> dict[int, tuple[Triple, ...]]:
+        """The whole tables by their number of steps."""
+        return {len(t): t for t in (*self.shorter, self.triples)}
 
     def rows(self, steps: int) -> tuple[Triple, ...]:
         """The triples of a run of ``steps`` steps; 0 steps only normalize."""
         if steps < 0:
             raise ValueError(f"ns_steps must be 0 or more, got {steps}")
         have = len(self.triples)
+        if self.take == "whole" and steps:
+            if steps not in self.tables:
+                raise ValueError(
+                    f"ns_steps={steps}, but this schedule has tables for"
+                    f" {sorted(self.tables)} steps only, each fitted as a whole"
+                )
+            return self.tables[steps]
         if self.take == "last":
             if steps > have:
                 raise ValueError(
@@ -95,6 +112,18 @@ class Schedule:
                 )
             return self.triples[have - steps :]
         return tuple(self.triples[min(i, have - 1)] for i in range(steps))
+
+
+def _checked(triples: Any) -> tuple[Any, ...]:
+    """Triples as floats, all finite."""
+    rows = tuple(tuple(float(v) for v in row) for row in triples)
+    if not rows or any(len(row) != 3 for row in rows):
+        raise ValueError(
+            f"a schedule needs at least one triple (a, b, c), got {triples!r}"
+        )
+    if not all(math.isfinite(v) for row in rows for v in row):
+        raise ValueError(f"coefficients must be finite, got {rows}")
+    return rows
 
 
 _POLAR_EXPRESS = (
@@ -171,6 +200,39 @@ SCHEDULES: dict[str, Schedule] = {
     "deepseek_v4": Schedule(
         ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
         source="DeepSeek-V4, as in github.com/AI-Hypercomputer/maxtext pull 4065",
+    ),
+    # Made by benchmarks/fit_schedules.py with ``fit_coefficients``: the best mean
+    # cosine similarity to the polar factor over what entered Newton-Schulz in trainings
+    # with Muon^2 and Muon^2-F (all 98 matrices of a LLaMA of 21M and one of 60M
+    # parameters, at 5, 50 and 95 % of 46M tokens; benchmarks/results/spectra.npz). It
+    # serves Muon's momentum as well: a fit of its own gains less than 0.0004.
+    "muon2": Schedule(
+        (
+            (4.1641, -11.8312, 8.41),
+            (4.1563, -11.7714, 8.3795),
+            (4.0808, -11.24, 7.9393),
+            (3.1974, -8.1646, 5.7994),
+            (4.1782, -10.3172, 9.072),
+        ),
+        take="whole",
+        source="this project, benchmarks/fit_schedules.py",
+        shorter=(
+            (
+                (4.1511, -11.73, 8.3453),
+                (5.3655, -15.2873, 11.2218),
+            ),
+            (
+                (4.1675, -11.8621, 8.4571),
+                (3.4857, -9.899, 7.2001),
+                (5.6325, -17.9101, 17.2146),
+            ),
+            (
+                (4.1703, -11.8846, 8.4753),
+                (4.1258, -11.5585, 8.2038),
+                (3.24, -8.6566, 6.233),
+                (4.9515, -14.2718, 13.59),
+            ),
+        ),
     ),
     # Converges to the exact polar factor, slowly from small singular values.
     "quintic": Schedule(
@@ -254,6 +316,15 @@ def _table_plan(table: Any, ns_steps: Any, steps: int | None) -> Plan:
 
 def _traced_plan(schedule: Schedule, ns_steps: jax.Array) -> Plan:
     table = jnp.asarray(schedule.triples)
+    if schedule.take == "whole":
+        # The longest table with at most K rows, else the start of the shortest. Beyond
+        # the longest nothing is run: what a table ends with is not made to be repeated.
+        sizes = sorted(schedule.tables)
+        tables = [schedule.tables[k] for k in sizes]
+        filled = [t + t[-1:] * (sizes[-1] - len(t)) for t in tables]
+        place = jnp.sum(jnp.asarray(sizes) <= ns_steps) - 1
+        table = jnp.asarray(filled)[jnp.clip(place, 0)]
+        ns_steps = jnp.minimum(ns_steps, sizes[-1])
     if schedule.take == "last":
         # Rotated so that step 0 of a run of K finds triple len - K.
         have = len(schedule.triples)
