@@ -30,7 +30,7 @@ def modules_with_examples():
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("name", modules_with_examples())
+@pytest.mark.parametrize("name", list(modules_with_examples()))
 def test_examples_in_docstrings(name):
     module = importlib.import_module(name)
     failed, tried = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
@@ -53,7 +53,7 @@ def test_first_example_has_ten_lines():
     text = (ROOT / "README.md").read_text()
     shown = text.split("<!-- example -->")[1].split("<!-- end of example -->")[0]
     (block,) = re.findall(r"^```python\n(.*?)^```", shown, re.DOTALL | re.M)
-    assert len([line for line in block.splitlines() if line.strip()]) == 10
+    assert len(block.splitlines()) == 10
 
 
 def test_ci_finds_the_readmes_line():

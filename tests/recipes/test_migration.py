@@ -123,11 +123,11 @@ def test_rates_of_shape_factors(fan_in, fan_out):
 
 def test_match_rms_is_the_size_of_adamws_updates():
     """0.2 of the rate, times the root mean square of the singular values after K steps,
-    which for Keller's triple lie between 0.68 and 1.14 for K = 5."""
+    which for Keller's triple and K = 5 lie between 0.68 and 1.21 (from 0.0016 up)."""
     params, grads = trees(1)
     (got,) = updates_of(
         m2.muon2(1.0, ns_steps=5, shape_scale="match_rms"), params, [grads]
     )
     for key in ("up", "down"):
         rms = np.sqrt(np.mean(np.square(np.float64(got[key]))))
-        assert 0.68 * 0.2 < rms < 1.14 * 0.2, key
+        assert 0.68 * 0.2 < rms < 1.21 * 0.2, key

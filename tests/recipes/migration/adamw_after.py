@@ -24,8 +24,8 @@ def loss_fn(params):
 
 
 tx = m2.muon2(
-    # AdamW's rate and decay fit with this factor in runs of thousands of steps. AdamW's
-    # first hundred are larger, up to its whole rate: five times, at the same rate x decay.
+    # AdamW's rate and decay fit this factor in long runs. AdamW's first hundred updates
+    # are larger, up to its whole rate: five times, then, at the same rate x decay.
     optax.linear_schedule(5 * 3e-3, 0.0, 100),
     weight_decay=0.1 / 5,
     shape_scale="match_rms",
