@@ -83,7 +83,6 @@ def page() -> str:
 
 
 _LITERAL = re.compile(r"(``[^`]*``)")
-_CLOSED = re.compile(r"(``[^`]+``)(?=\w)")  # ``NamedSharding``s
 
 
 def escape_docstring(app, what, name, obj, options, lines: list[str]) -> None:
@@ -96,6 +95,8 @@ def escape_docstring(app, what, name, obj, options, lines: list[str]) -> None:
         if indent is None and not line.lstrip().startswith((">>>", "...", ":", "..")):
             parts = _LITERAL.split(line)
             parts[::2] = [re.sub(r"(?<!\\)\|", r"\\|", part) for part in parts[::2]]
-            lines[i] = _CLOSED.sub(r"\1\\ ", "".join(parts))
+            # A letter right after a literal, as in ``NamedSharding``s.
+            parts[2::2] = [re.sub(r"^(?=\w)", r"\\ ", part) for part in parts[2::2]]
+            lines[i] = "".join(parts)
         if indent is None and line.rstrip().endswith("::"):
             indent = depth

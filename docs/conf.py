@@ -35,7 +35,8 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+# Docstrings say what arguments are; the aliases of Optax expand to three lines each.
+autodoc_typehints = "none"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
