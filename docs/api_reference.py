@@ -83,18 +83,23 @@ def page() -> str:
 
 
 _LITERAL = re.compile(r"(``[^`]*``)")
+# What reStructuredText would read as a reference or as emphasis: |g|^2, x *= y.
+_SIGNS = re.compile(r"(?<!\\)(\||\*(?=\w)|(?<=\w)\*)")
 
 
 def escape_docstring(app, what, name, obj, options, lines: list[str]) -> None:
-    """Docstrings are plain text: bars are signs of mathematics, not markup."""
+    """Docstrings are plain text: bars and stars are mathematics, not markup.
+
+    Comes before napoleon, whose own marks stay.
+    """
     indent: int | None = None  # of the paragraph that announced a literal block
     for i, line in enumerate(lines):
         depth = len(line) - len(line.lstrip())
         if indent is not None and line.strip() and depth <= indent:
             indent = None
-        if indent is None and not line.lstrip().startswith((">>>", "...", ":", "..")):
+        if indent is None and not line.lstrip().startswith((">>>", "...")):
             parts = _LITERAL.split(line)
-            parts[::2] = [re.sub(r"(?<!\\)\|", r"\\|", part) for part in parts[::2]]
+            parts[::2] = [_SIGNS.sub(r"\\\1", part) for part in parts[::2]]
             # A letter right after a literal, as in ``NamedSharding``s.
             parts[2::2] = [re.sub(r"^(?=\w)", r"\\ ", part) for part in parts[2::2]]
             lines[i] = "".join(parts)

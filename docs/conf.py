@@ -114,4 +114,6 @@ _prepare()
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", api_reference.escape_docstring)
+    app.connect(
+        "autodoc-process-docstring", api_reference.escape_docstring, priority=400
+    )
