@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+    ON_SPHERE,
     SMALL,
     STATIC,
     assert_close,
@@ -36,6 +37,10 @@ def test_reaches_the_minimum_at_a_constant_rate(name):
         "matrix": jnp.asarray(rng.standard_normal((8, 8)), jnp.float32),
     }
     start = {"vector": jnp.array([-1.0, 10.0, 1.0]), "matrix": jnp.zeros((8, 8))}
+    if name in ON_SPHERE:  # which the start must be on as well
+        other = jnp.asarray(rng.standard_normal((8, 8)), jnp.float32)
+        norms = jnp.linalg.norm(goal["matrix"]), jnp.linalg.norm(other)
+        start["matrix"] = norms[0] / norms[1] * other
     tx = m2.REGISTRY[name](3e-3, adam_learning_rate=1e-2)
 
     @quick_jit
@@ -158,7 +163,8 @@ def test_sharded_state_of_zeros(name):
     with jax.set_mesh(mesh):
         spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
         params = jnp.zeros((2, 8, 4), jnp.float16, out_sharding=spec)
-        tx = m2.REGISTRY[name](1.0, rules=rules)
+        radius = {"radius": "init"} if name in ON_SPHERE else {}
+        tx = m2.REGISTRY[name](1.0, rules=rules, **radius)
         state = tx.init(params)
         kinds = jax.tree.map(jax.typeof, state)
         assert jax.tree.map(jax.typeof, jax.jit(tx.init)(params)) == kinds
