@@ -58,4 +58,4 @@ from muon2_optax.sharding import Shardings as Shardings
 from muon2_optax.weights import add_cautious_weight_decay as add_cautious_weight_decay
 from muon2_optax.weights import hyperball as hyperball
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

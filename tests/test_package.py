@@ -99,6 +99,31 @@ print(*sorted(n for n in new - set(sys.stdlib_module_names) if sys.modules[n]))
     assert result.stdout.split() == ["muon2_optax"]
 
 
+def test_import_is_light():
+    """What ``import muon2_optax`` loads beside JAX and Optax: nothing that takes long.
+
+    Pallas and its backends take a second; a kernel imports them when it is built.
+    """
+    code = """
+import sys
+import jax, jax.numpy, optax
+before = set(sys.modules)
+import muon2_optax
+print(*sorted(n for n in set(sys.modules) - before if not n.startswith("muon2_optax")))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    new = set(result.stdout.split())
+    new -= {name for name in new if name.split(".")[0] in sys.stdlib_module_names}
+    assert new <= {"jax.experimental.layout"}
+
+
 def test_public_names_are_documented():
     public = {k: v for k, v in vars(m2).items() if not k.startswith("_")}
     documented = {k: v for k, v in public.items() if callable(v)}

@@ -1,0 +1,119 @@
+"""The documentation site: ``python -m sphinx -W docs build/docs``."""
+
+import importlib.metadata
+import pathlib
+import shutil
+import sys
+
+DOCS = pathlib.Path(__file__).parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+import api_reference  # noqa: E402
+
+import muon2_optax  # noqa: E402
+
+project = "muon2_optax"
+author = "The muon2_optax authors"
+copyright = "2026, " + author
+release = version = muon2_optax.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_generated/pages.md", "_generated/result.md"]
+html_theme = "furo"
+html_title = f"muon2_optax {version}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+# Notebooks come with their outputs; tests run them.
+nb_execution_mode = "off"
+
+autodoc_member_order = "bysource"
+# Docstrings say what arguments are; the aliases of Optax expand to three lines each.
+autodoc_typehints = "none"
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+
+# The pages in their order; one that no section names joins the guide.
+SECTIONS = {
+    "Start": ["migration", "recipes", "faq"],
+    "Guide": [
+        *("choosing", "rules", "models", "routing", "methods"),
+        *("numerics", "sharding", "training"),
+    ],
+    "Evidence": ["results", "performance", "conformance"],
+    "Reference": ["design", "changes", "contributing"],
+}
+
+
+def _source_link() -> dict[str, str]:
+    """The repository, where ``pyproject.toml`` names one."""
+    try:
+        lines = importlib.metadata.metadata("muon2-optax").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    urls = dict(line.split(", ", 1) for line in lines)
+    return {"source_repository": urls["Repository"]} if "Repository" in urls else {}
+
+
+html_theme_options = _source_link()
+
+
+def _prepare() -> None:
+    """Pages made of what stands elsewhere: the notebooks, and every public name."""
+    folder = DOCS / "_generated"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "notebooks").mkdir(parents=True)
+    for path in _notebooks():
+        shutil.copy(path, folder / "notebooks")
+    (folder / "api.md").write_text(api_reference.page())
+    (folder / "result.md").write_text(_first_paragraph(DOCS / "results.md"))
+    listed = {page for pages in SECTIONS.values() for page in pages}
+    others = [p.stem for p in sorted(DOCS.glob("*.md")) if p.stem not in listed]
+    notebooks = [f"_generated/notebooks/{p.stem}" for p in _notebooks()]
+    listings = [
+        _toctree("Start", [*notebooks[:1], *SECTIONS["Start"], *notebooks[1:]]),
+        _toctree("Guide", [*SECTIONS["Guide"], *(p for p in others if p != "index")]),
+        _toctree("Evidence", SECTIONS["Evidence"]),
+        _toctree("Reference", ["_generated/api", *SECTIONS["Reference"]]),
+    ]
+    (folder / "pages.md").write_text("\n".join(listings))
+
+
+def _notebooks() -> list[pathlib.Path]:
+    """All of them, the quickstart first."""
+    found = (ROOT / "notebooks").glob("*.ipynb")
+    return sorted(found, key=lambda path: ("quickstart" not in path.stem, path.stem))
+
+
+def _toctree(caption: str, pages: list[str]) -> str:
+    """A section of the site, of those pages that exist."""
+    lines = [p for p in pages if "/" in p or (DOCS / f"{p}.md").exists()]
+    return "\n".join(
+        ["```{toctree}", f":caption: {caption}", ":maxdepth: 1", "", *lines, "```", ""]
+    )
+
+
+def _first_paragraph(path: pathlib.Path) -> str:
+    """What stands between a page's title and its first blank line after it."""
+    if not path.exists():
+        return ""
+    blocks = path.read_text().split("\n\n")
+    return next((b for b in blocks if b.strip() and not b.startswith("#")), "") + "\n"
+
+
+_prepare()
+
+
+def setup(app):
+    app.connect(
+        "autodoc-process-docstring", api_reference.escape_docstring, priority=400
+    )

@@ -1,0 +1,108 @@
+"""Pages and docstrings say what is true: their code runs, their names exist."""
+
+import ast
+import doctest
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from routing import quick_compilation  # noqa: F401
+
+import muon2_optax as m2
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "muon2_optax"
+
+# Pages whose Python blocks run, one after the other, in one namespace.
+PAGES = ["README.md", "docs/faq.md", "docs/numerics.md"]
+
+
+def modules_with_examples():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        documented = (n for n in ast.walk(tree) if isinstance(n, nodes))
+        if any(">>> " in (ast.get_docstring(n) or "") for n in documented):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("name", list(modules_with_examples()))
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(name)
+    failed, tried = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert tried and not failed
+
+
+def python_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_of_a_page_runs(page, capsys):
+    blocks, names = python_blocks(ROOT / page), {}
+    assert blocks
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+
+
+def test_first_example_has_ten_lines():
+    text = (ROOT / "README.md").read_text()
+    shown = text.split("<!-- example -->")[1].split("<!-- end of example -->")[0]
+    (block,) = re.findall(r"^```python\n(.*?)^```", shown, re.DOTALL | re.M)
+    assert len(block.splitlines()) == 10
+
+
+def test_ci_finds_the_readmes_line():
+    """``.ci/run`` takes from the README what it runs; nothing else would notice."""
+    script = (ROOT / ".ci/run").read_text()
+    (command,) = re.findall(r"^test_line=\$\((.*) README\.md\)$", script, re.M)
+    found = subprocess.run(
+        f"{command} README.md", shell=True, cwd=ROOT, capture_output=True, text=True
+    )
+    install, test = found.stdout.strip().split(" && ")
+    assert install == 'pip install -e ".[test]"'
+    assert test == 'python -m pytest -m "not slow" -n auto'
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in ROOT.glob("docs/*.md")))
+def test_links_between_pages(page):
+    """Relative links lead to files that are there, and to headings that are there."""
+    text = (ROOT / "docs" / page).read_text()
+    for target in re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", text):
+        assert (ROOT / "docs" / target).exists(), target
+    for target in re.findall(r"\]\(#([^)]+)\)", text):
+        heads = [h.strip().lower() for h in re.findall(r"^#+ (.*)$", text, re.M)]
+        slugs = {re.sub(r"[^\w -]", "", h).replace(" ", "-") for h in heads}
+        assert target in slugs, target
+
+
+def test_links_of_the_readme():
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_versions_agree():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {m2.__version__}\n" in citation
+    assert f"\n## {m2.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_public_name_is_on_the_reference_page():
+    code = "import api_reference; print(api_reference.page())"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'docs'}", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    shown = set(re.findall(r"\.\. auto\w+:: (\S+)", result.stdout))
+    public = {f"muon2_optax.{n}" for n, v in vars(m2).items() if callable(v)}
+    assert {n for n in public if not n.split(".")[-1].startswith("_")} <= shown
+    assert "muon2_optax.diagnostics.orthogonalization_report" in shown
+    assert "## Optimizers" in result.stdout and "## Transforms" in result.stdout
