@@ -4,6 +4,7 @@ The only place that knows that frameworks box their parameters (``flax.nnx.Varia
 ``flax.linen.Partitioned``), without importing any of them.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,17 +68,55 @@ def map_leaves(
     boxed update comes back boxed while the state beside it may be bare.
 
     Raises:
-      ValueError: the trees do not have the same leaves.
+      ValueError: the trees do not have the same leaves, under the same paths and in the
+        same order.
     """
     names = [name for name, leaf in named_leaves(tree) if not is_empty(leaf)]
     flat = [jax.tree.flatten(t) for t in (tree, *states)]
-    counts = [len(leaves) for leaves, _ in flat]
-    if len(set(counts + [len(names)])) != 1:
-        raise ValueError(
-            f"the updates have {len(names)} leaves but the state holds {counts[1:]}; "
-            "update() needs the tree that init() saw (a parameter without gradient "
-            f"needs zeros, not None). Leaves of the updates: {names[:8]}"
-        )
+    for state, (_, structure) in zip(states, flat[1:]):
+        # Equal structures have equal paths, which take much longer to compare.
+        if structure != flat[0][1]:
+            _check_paths(tree, state)
     results = [fn(*row) for row in zip(names, *(leaves for leaves, _ in flat))]
     columns: Sequence[Any] = list(zip(*results)) if results else [()] * len(flat)
     return tuple(d.unflatten(c) for (_, d), c in zip(flat, columns))
+
+
+def _check_paths(updates: Any, state: Any) -> None:
+    """Refuses updates whose leaves are not those that the state was made for."""
+    new, old = _paths(updates), _paths(state)
+    if new == old:
+        return
+    pairs = itertools.zip_longest(new, old)
+    got, want = next((a, b) for a, b in pairs if a != b)
+    raise ValueError(
+        f"the updates have {len(new)} leaves and the state has {len(old)}; the first"
+        f" that differ are {_shown(got, want)} of the updates and {_shown(want, got)}"
+        " of the state. A state belongs to the paths, and the order, of the tree that init()"
+        " saw: give update() that tree in the same containers (a parameter without"
+        " gradient needs zeros, not None), or make a new state with init()"
+    )
+
+
+def _paths(tree: Any) -> list[tuple[str, ...]]:
+    """The keys on the way to each leaf, which a joined path would not tell apart."""
+
+    def stop(x: Any) -> bool:
+        return is_box(x) or is_empty(x)
+
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]
+    return [
+        tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        for path, leaf in flat
+        for _ in (jax.tree.leaves(leaf) if is_box(leaf) else [leaf])
+        if not is_empty(leaf)
+    ]
+
+
+def _shown(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str:
+    if path is None:
+        return "no leaf"
+    joined = "/".join(path)
+    # Keys that contain a slash may print like the keys of a deeper tree.
+    alike = other is not None and joined == "/".join(other)
+    return " under ".join(map(repr, reversed(path))) if alike else repr(joined)
