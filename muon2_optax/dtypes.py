@@ -44,16 +44,6 @@ def canonical(name: str, dtype: Any) -> jnp.dtype | None:
     return known
 
 
-def static_number(name: str, value: Any) -> Any:
-    """Refuses a traced value where shapes depend on it, and says what to do."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{name} must be known while tracing; under optax.inject_hyperparams pass"
-            f" static_args=({name!r},)"
-        )
-    return value
-
-
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
     """Casts for storage; finite values too large for the dtype become its largest.
 

@@ -4,6 +4,7 @@ All arithmetic is in float32 or better whatever the gradients' dtype; the states
 the dtypes that ``init`` gave them, and updates come back in the gradients' dtype.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -222,7 +223,13 @@ def corrections(
     """Factors of the numerator and of V; None without bias correction."""
     if not bias_correction:
         return None, None
-    return 1 / (1 - b1 ** (count + nesterov)), 1 / (1 - b2**count)
+    return 1 / (1 - _power(b1, count + nesterov)), 1 / (1 - _power(b2, count))
+
+
+@functools.partial(jax.jit, inline=True)
+def _power(base: Any, count: jax.Array) -> jax.Array:
+    """Compiled once: outside of ``jax.jit``, JAX compiles a power for every count."""
+    return base**count
 
 
 def scaled(x: jax.Array, factor: Any) -> jax.Array:

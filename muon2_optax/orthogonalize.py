@@ -12,6 +12,7 @@ from muon2_optax.execution import dispatch
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules import coefficients
 from muon2_optax.sharding import Shardings, checked
+from muon2_optax.static_arguments import check_static
 
 
 def newton_schulz(
@@ -54,7 +55,7 @@ def newton_schulz(
 
 
 def newton_schulz_orthogonalize(
-    ns_steps: int = 3,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     *,
     ns_dtype: Any = None,
@@ -67,7 +68,7 @@ def newton_schulz_orthogonalize(
     matrix shape run as one batch. The result does not depend on the input's size.
 
     Args:
-      ns_steps: number of iterations K.
+      ns_steps: number of iterations K; None: 3.
       ns_coeffs: the coefficients, as in ``newton_schulz``.
       ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
         bfloat16 on TPU, float32 on CPU.
@@ -89,6 +90,8 @@ def newton_schulz_orthogonalize(
     >>> bool(jnp.allclose(updates["w"], jnp.eye(2), atol=0.32))
     True
     """
+    check_static(ns_steps=ns_steps, ns_dtype=ns_dtype)
+    ns_steps = 3 if ns_steps is None else ns_steps
     rules, shardings = rules_or_default(rules), checked(shardings)
     plan = coefficients.resolve(ns_coeffs, ns_steps)
 

@@ -19,6 +19,7 @@ from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.static_arguments import check_static
 
 
 class LowRankState(NamedTuple):
@@ -32,8 +33,8 @@ def scale_by_low_rank_orthonormal(
     b1: float = 0.95,
     eps: float = 1e-8,
     *,
-    rank_fraction: float = 1.0,
-    seed: int = 0,
+    rank_fraction: float | None = None,
+    seed: int | None = None,
     mu_dtype: Any = None,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
@@ -50,8 +51,8 @@ def scale_by_low_rank_orthonormal(
     Args:
       b1: the paper's mu.
       eps: added to the column norms of R.
-      rank_fraction: r = ceil(rank_fraction * smaller side).
-      seed: of the initial Q, standard normal, different for each path.
+      rank_fraction: r = ceil(rank_fraction * smaller side); None: 1.
+      seed: of the initial Q, standard normal, different for each path; None: 0.
       mu_dtype: dtype in which M is stored; None: the parameters'.
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
@@ -65,8 +66,9 @@ def scale_by_low_rank_orthonormal(
       Ahn et al. 2025, "Dion", arXiv:2504.05295, algorithm 1.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    rank_fraction = float(dtypes.static_number("rank_fraction", rank_fraction))
-    seed = int(dtypes.static_number("seed", seed))
+    check_static(rank_fraction=rank_fraction, seed=seed, mu_dtype=mu_dtype)
+    rank_fraction = 1.0 if rank_fraction is None else float(rank_fraction)
+    seed = 0 if seed is None else int(seed)
     if not 0 < rank_fraction <= 1:
         raise ValueError(f"rank_fraction must lie in (0, 1], got {rank_fraction}")
     rules = rules_or_default(rules)
@@ -111,10 +113,10 @@ def scale_by_low_rank_orthonormal(
         trees.map_leaves(collect, updates, state.mu, state.q)
         flat = [x for triple in triples for x in triple]
 
-        def run(*xs: jax.Array) -> list[jax.Array]:
-            return _run(axes, xs[0::3], xs[1::3], xs[2::3], b1, eps)
+        def run(settings: tuple[Any, Any], *xs: jax.Array) -> list[jax.Array]:
+            return _run(axes, xs[0::3], xs[1::3], xs[2::3], *settings)
 
-        done = dispatch.automatic(run, flat)
+        done = dispatch.automatic(run, flat, (b1, eps))
         results = iter(zip(done[0::3], done[1::3], done[2::3]))
         updates, mu, q = trees.map_leaves(
             lambda name, *triple: next(results), updates, state.mu, state.q
@@ -190,9 +192,9 @@ def dion(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     *,
-    rank_fraction: float = 1.0,
+    rank_fraction: float | None = None,
     shape_scale: str = "spectral",
-    seed: int = 0,
+    seed: int | None = None,
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
@@ -213,8 +215,8 @@ def dion(
     Args:
       b1: the paper's mu; 1 - b1 of the part just applied leaves the momentum.
       eps: added to the column norms of the right factor.
-      rank_fraction: r as a fraction of the smaller side.
-      seed: of the first right factor, a normal random matrix.
+      rank_fraction: r as a fraction of the smaller side; None: 1.
+      seed: of the first right factor, a normal random matrix; None: 0.
 
     The others, and the return value, are those of ``muon``; the authors' defaults are
     learning rate 0.01 and weight decay 0.01.
@@ -227,6 +229,12 @@ def dion(
     >>> tx = dion(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        rank_fraction=rank_fraction,
+        seed=seed,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

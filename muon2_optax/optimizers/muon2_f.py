@@ -22,6 +22,7 @@ from muon2_optax.orthogonalize import (
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.sharding import Shardings
+from muon2_optax.static_arguments import check_static
 
 # Leaves whose statistics are joined: XLA fuses that for no more than about as many (96
 # operands, two for each).
@@ -222,6 +223,10 @@ def root_factors(
     return axes.by_block([jnp.sqrt(r) for r in rows]), share
 
 
+# Newton-Schulz steps where none are given.
+NS_STEPS = 3
+
+
 def muon2_f(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.95,
@@ -229,7 +234,7 @@ def muon2_f(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
     *,
-    ns_steps: int = 3,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = False,
@@ -266,6 +271,14 @@ def muon2_f(
     >>> tx = muon2_f(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
