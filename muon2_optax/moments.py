@@ -147,7 +147,7 @@ def _first(
 ) -> tuple[jax.Array, jax.Array]:
     """The update of a leaf and its new momentum."""
     m, numerator = momentum_step(g, mu, b1, nesterov, dampening)
-    return dtypes.narrow(numerator, g.dtype), dtypes.narrow(m, mu.dtype)
+    return dtypes.narrow(numerator, g.dtype), dtypes.stored(m, mu)
 
 
 @tracing.once
@@ -168,18 +168,32 @@ def _first_and_second(
     update = scaled(numerator, scales[0]) / divisor(jnp.sqrt(scaled(v, scales[1])), eps)
     return (
         dtypes.narrow(update, g.dtype),
-        dtypes.narrow(m, mu.dtype),
-        v.astype(nu.dtype),
+        dtypes.stored(m, mu),
+        dtypes.stored(v, nu),
     )
 
 
 def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
-    """Zeros like the parameters; dtype None, or a complex leaf: in its own dtype."""
+    """Zeros like the parameters; dtype None: in theirs.
 
-    def leaf(p: Any) -> jax.Array:
-        return sharding.zeros_like(p, None if jnp.iscomplexobj(p) else dtype)
+    A complex leaf takes a complex dtype only, and ignores a real one.
 
-    return jax.tree.map(leaf, params)
+    Raises:
+      TypeError: a complex dtype for a leaf that is real.
+    """
+    given = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+
+    def leaf(path: Any, p: Any) -> jax.Array:
+        needed = jnp.iscomplexobj(p)
+        if given and not needed:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"mu_dtype={dtype.name} is complex, but {name!r} is real; give a real"
+                " mu_dtype, which complex parameters do not follow"
+            )
+        return sharding.zeros_like(p, dtype if given == needed else None)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:

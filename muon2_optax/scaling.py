@@ -98,7 +98,7 @@ def scale_by_output_second_moment(
         def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
             v = moments.average(nu, moments.square(o), b2)
             update = _wide(o) / moments.divisor(jnp.sqrt(v + eps_root), eps)
-            return update.astype(o.dtype), v.astype(nu.dtype)
+            return update.astype(o.dtype), dtypes.stored(v, nu)
 
         updates, nu = trees.map_leaves(leaf, updates, state.nu)
         return updates, OutputSecondMomentState(nu)
@@ -149,7 +149,7 @@ def scale_by_neuron_second_moment(
             v = moments.average(nu, mean_square(o, axes), b2)
             root = jnp.expand_dims(jnp.sqrt(v + eps_root), axes.ins)
             update = _wide(o) / moments.divisor(root, eps)
-            return update.astype(o.dtype), v.astype(nu.dtype)
+            return update.astype(o.dtype), dtypes.stored(v, nu)
 
         updates, nu = trees.map_leaves(leaf, updates, state.nu)
         return updates, OutputSecondMomentState(nu)

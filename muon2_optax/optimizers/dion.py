@@ -158,7 +158,7 @@ def _run(
             shape, a = matrices[i].shape, axes[i]
             update, rest = (a.from_blocks([x.reshape(shape)]) for x in (update, rest))
             results[3 * i] = dtypes.narrow(update, gs[i].dtype)
-            results[3 * i + 1] = dtypes.narrow(rest, mus[i].dtype)
+            results[3 * i + 1] = dtypes.stored(rest, mus[i])
             results[3 * i + 2] = new_q.reshape(qs[i].shape).astype(qs[i].dtype)
     return results
 

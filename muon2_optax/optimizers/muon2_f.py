@@ -141,7 +141,7 @@ def _divided(
     if scales[1] is not None:
         root = jnp.sqrt(scales[1]) * root
     update = moments.scaled(numerator, scales[0]) / moments.divisor(root, eps)
-    return dtypes.narrow(update, g.dtype), dtypes.narrow(m, mu.dtype)
+    return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
 
 
 class _Leaf(NamedTuple):
