@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, sharding, trees
+from muon2_optax import dtypes, roots, sharding, trees
 from muon2_optax.arrays import tracing
 
 
@@ -165,7 +165,9 @@ def _first_and_second(
     """The update of a leaf and its new moments."""
     m, numerator = momentum_step(g, mu, b1, nesterov)
     v = average(nu, square(g), b2)
-    update = scaled(numerator, scales[0]) / divisor(jnp.sqrt(scaled(v, scales[1])), eps)
+    update = scaled(numerator, scales[0]) / divisor(
+        roots.sqrt(scaled(v, scales[1])), eps
+    )
     return (
         dtypes.narrow(update, g.dtype),
         dtypes.stored(m, mu),
@@ -198,7 +200,7 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
 
 def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:
     """What V is stored in: real, and float32 or better unless asked otherwise."""
-    return dtype or dtypes.real_dtype(dtypes.compute_dtype(p.dtype))
+    return dtype or dtypes.real_dtype(dtypes.compute_dtype(jnp.result_type(p)))
 
 
 def momentum_step(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -54,9 +55,46 @@ def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
         inner = jax.tree.leaves(leaf)
         if is_box(leaf) and len(inner) != 1:
             return leaf  # a box around nothing
-        return fn(jax.tree_util.keystr(path, simple=True, separator="/"), inner[0])
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return fn(name, _array(inner[0]))
 
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_box)
+
+
+def map_reduced(
+    fn: Callable[[str, Any], tuple[Any, Sequence[int | None]]], tree: Any
+) -> Any:
+    """Maps ``fn(path, leaf)``, which returns a statistic and the dimensions it has.
+
+    These are dimensions of the leaf, None for one of the statistic's own. Where the box
+    of an NNX parameter says how the parameter is divided, the statistic comes back in a
+    box that says the same of those dimensions: trainers lay a restored state out by it.
+    Other boxes are not put back.
+    """
+
+    def visit(path: Any, leaf: Any) -> Any:
+        inner = jax.tree.leaves(leaf)
+        if is_box(leaf) and len(inner) != 1:
+            return leaf  # a box around nothing
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        value, dims = fn(name, _array(inner[0]))
+        metadata = leaf.get_metadata() if _is_variable(leaf) else {}
+        reduced = {
+            key: tuple(_entry(metadata[key], d) for d in dims)
+            for key in ("out_sharding", "optimizer_sharding")
+            if metadata.get(key)
+        }
+        return leaf.replace(value, **reduced) if reduced else value
+
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_box)
+
+
+def _is_variable(x: Any) -> bool:
+    return is_box(x) and hasattr(x, "get_metadata")
+
+
+def _entry(spec: Sequence[Any], dim: int | None) -> Any:
+    return spec[dim] if dim is not None and dim < len(spec) else None
 
 
 def map_leaves(
@@ -77,9 +115,15 @@ def map_leaves(
         # Equal structures have equal paths, which take much longer to compare.
         if structure != flat[0][1]:
             _check_paths(tree, state)
-    results = [fn(*row) for row in zip(names, *(leaves for leaves, _ in flat))]
+    rows = zip(*(map(_array, leaves) for leaves, _ in flat))
+    results = [fn(name, *row) for name, row in zip(names, rows)]
     columns: Sequence[Any] = list(zip(*results)) if results else [()] * len(flat)
     return tuple(d.unflatten(c) for (_, d), c in zip(flat, columns))
+
+
+def _array(x: Any) -> Any:
+    """Python's numbers may stand for arrays, as they do for Optax."""
+    return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
 
 
 def _check_paths(updates: Any, state: Any) -> None:

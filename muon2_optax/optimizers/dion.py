@@ -83,7 +83,7 @@ def scale_by_low_rank_orthonormal(
         return axes
 
     def init_fn(params: optax.Params) -> LowRankState:
-        def leaf(name: str, p: Any) -> jax.Array:
+        def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
             axes = matrix_axes(name, p)
             side = min(axes.fan_in, axes.splits[0])
             rank = min(side, math.ceil(rank_fraction * side))
@@ -94,10 +94,11 @@ def scale_by_low_rank_orthonormal(
             # Inside jax.shard_map an array that depends on no parameter is the same on
             # all devices, and could not stand where updates differ.
             none = sharding.zeros_like(p, dtype)
-            return q + jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
+            q = q + jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
+            return q, [*axes.batch, None, None]
 
         return LowRankState(
-            moments.zeros_like(params, mu_dtype), trees.map_named(leaf, params)
+            moments.zeros_like(params, mu_dtype), trees.map_reduced(leaf, params)
         )
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, moments, sharding, trees
+from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.arrays import tracing
 from muon2_optax.arrays.stacks import even
 from muon2_optax.axes import ResolvedAxes
@@ -87,13 +87,18 @@ def factorized_second_moment(
 
     def init_fn(params: optax.Params) -> FactorizedSecondMomentState:
         def statistic(which: int) -> Any:
-            def leaf(name: str, p: Any) -> jax.Array:
+            def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
+                axes = require_matrix(rules, name, p)
+                gone = (axes.outs, axes.ins)[which]
+                dims: list[int | None] = [d for d in range(p.ndim) if d not in gone]
+                if which == 0 and len(axes.splits) > 1:
+                    dims.append(None)  # one mean for each block
                 # Statistics of zeros rather than zeros: on a mesh they come out with
                 # the reduced sharding that every later update gives them.
                 empty = sharding.zeros_like(p, moments.second_dtype(p))
-                return mean_squares.plain(empty, require_matrix(rules, name, p))[which]
+                return mean_squares.plain(empty, axes)[which], dims
 
-            return trees.map_named(leaf, params)
+            return trees.map_reduced(leaf, params)
 
         return FactorizedSecondMomentState(
             count=jnp.zeros([], jnp.int32),
@@ -219,8 +224,8 @@ def root_factors(
     # Divided before it is summed, as everywhere here.
     means = [jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True) for r in rows]
     mean = jnp.maximum(axes.by_block(means), jnp.finfo(row.dtype).tiny)
-    share = jnp.sqrt(jnp.expand_dims(col, axes.ins) / mean)
-    return axes.by_block([jnp.sqrt(r) for r in rows]), share
+    share = roots.sqrt(roots.divide(jnp.expand_dims(col, axes.ins), mean))
+    return axes.by_block([roots.sqrt(r) for r in rows]), share
 
 
 # Newton-Schulz steps where none are given.
