@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import dtypes, moments, sharding, trees
+from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.arrays import stacks
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
@@ -20,6 +20,11 @@ from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.static_arguments import check_static
+
+# Columns of R are rounding noise up to this times sqrt(larger side) times the dtype's
+# eps, relative to the largest one; 1.8 at most was measured on matrices of ranks 1, 2
+# and 5 with sides from 8 to 2048.
+NOISE = 8.0
 
 
 class LowRankState(NamedTuple):
@@ -46,7 +51,8 @@ def scale_by_low_rank_orthonormal(
         M = B - (1 - b1) P R^H              what was not applied stays
         Q = R / (column norms + eps);  update = P Q^H
 
-    A matrix whose momentum is exactly zero gives a zero update and keeps its Q.
+    A matrix whose momentum is exactly zero gives a zero update and keeps its Q. Columns
+    of R that are rounding noise, because the momentum's rank is below r, become 0 in Q.
 
     Args:
       b1: the paper's mu.
@@ -164,6 +170,18 @@ def _run(
     return results
 
 
+def _column_divisors(r: jax.Array, shape: Sequence[int], eps: Any) -> jax.Array:
+    """Norms of the columns of R, plus eps; infinity where a column is rounding noise.
+
+    Where the momentum has a lower rank than R, the columns beyond it are 0 but for
+    rounding, which normalized would be as large as the others and parallel to them.
+    """
+    norms = roots.sqrt(jnp.sum(moments.square(r), axis=-2, keepdims=True))
+    noise = NOISE * math.sqrt(max(shape[-2:])) * float(jnp.finfo(r.dtype).eps)
+    largest = jnp.max(norms, axis=-1, keepdims=True, initial=0.0)
+    return jnp.where(norms <= noise * largest, jnp.inf, norms + eps)
+
+
 def _power_iteration(
     b: jax.Array, q: jax.Array, b1: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -172,15 +190,16 @@ def _power_iteration(
     a = b if on_outputs else adjoint(b)
     # Taken out and put back, so that no norm overflows.
     largest = jnp.max(jnp.abs(a), axis=(-2, -1), keepdims=True, initial=0.0)
-    largest = jnp.where(largest == 0, 1, largest)
-    a = a / largest
+    empty = largest == 0
+    largest = jnp.where(empty, 1, largest)
+    whole = a / largest
+    # QR of a zero matrix, whose result is not used, would have no derivative.
+    a = jnp.where(empty, jnp.eye(*a.shape[-2:], dtype=a.dtype), whole)
     p = jnp.linalg.qr(product(a, q))[0]
     r = product(adjoint(a), p)
-    empty = jnp.all(a == 0, axis=(-2, -1), keepdims=True)
     p, r = jnp.where(empty, 0, p), jnp.where(empty, q, r)
-    rest = largest * (a - (1 - b1) * product(p, adjoint(r)))
-    columns = jnp.linalg.norm(r, axis=-2, keepdims=True) + eps / largest
-    new_q = jnp.where(empty, q, r / jnp.where(columns == 0, 1, columns))
+    rest = largest * (whole - (1 - b1) * product(p, adjoint(r)))
+    new_q = jnp.where(empty, q, r / _column_divisors(r, a.shape, eps / largest))
     update = product(p, adjoint(new_q))
     if not on_outputs:
         update, rest = adjoint(update), adjoint(rest)
