@@ -165,9 +165,8 @@ def _first_and_second(
     """The update of a leaf and its new moments."""
     m, numerator = momentum_step(g, mu, b1, nesterov)
     v = average(nu, square(g), b2)
-    update = scaled(numerator, scales[0]) / divisor(
-        roots.sqrt(scaled(v, scales[1])), eps
-    )
+    root = roots.sqrt(scaled(v, scales[1]))
+    update = roots.divide(scaled(numerator, scales[0]), divisor(root, eps))
     return (
         dtypes.narrow(update, g.dtype),
         dtypes.stored(m, mu),

@@ -145,7 +145,8 @@ def _divided(
     m, numerator = moments.momentum_step(g, mu, b1, nesterov)
     if scales[1] is not None:
         root = jnp.sqrt(scales[1]) * root
-    update = moments.scaled(numerator, scales[0]) / moments.divisor(root, eps)
+    numerator = moments.scaled(numerator, scales[0])
+    update = roots.divide(numerator, moments.divisor(root, eps))
     return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
 
 
