@@ -171,12 +171,14 @@ def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> 
         """The value of an argument, given or default; None where there is no such."""
         return keywords.get(key, parameters[key].default) if key in parameters else None
 
+    # An optimizer's own number of steps stands beside it: None is its default.
+    module = inspect.getmodule(factory)
     clip = optax.clip_by_global_norm(config.clip_norm or math.inf)
     return Plan(
         name=name,
         learning_rate=peak,
         adam_learning_rate=adam_peak,
-        ns_steps=used("ns_steps"),
+        ns_steps=used("ns_steps") or getattr(module, "NS_STEPS", None),
         nesterov=used("nesterov"),
         transform=optax.chain(clip, optimizer),
         schedule=shaped(peak),

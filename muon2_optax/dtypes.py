@@ -47,7 +47,7 @@ def canonical(name: str, dtype: Any) -> jnp.dtype | None:
     if not jnp.issubdtype(known, jnp.floating):
         raise TypeError(f"{name} must be a real floating point dtype, got {known}")
     least = 16 if name == "ns_dtype" else 8
-    if jnp.finfo(known).bits < least or jnp.finfo(known).min >= 0:
+    if jnp.finfo(known).bits < least or float(jnp.finfo(known).min) >= 0:
         raise TypeError(
             f"{name}={known.name} has too few bits; give {name} a floating point dtype"
             f" of {least} bits or more, with a sign"

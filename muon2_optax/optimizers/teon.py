@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import operands, trees
+from muon2_optax import dtypes, operands, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.moments import scale_by_momentum
@@ -53,7 +53,8 @@ def orthogonalize_jointly(
       Zhang et al. 2026, "TEON", arXiv:2601.23261.
     """
     check_static(group_size=group_size, ns_steps=ns_steps, ns_dtype=ns_dtype)
-    ns_steps = 5 if ns_steps is None else ns_steps
+    dtypes.canonical("ns_dtype", ns_dtype)
+    ns_steps = NS_STEPS if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
     numbers, plan_with = operands.split_plan(coefficients.resolve(ns_coeffs, ns_steps))
     group_size = 2 if group_size is None else operator.index(group_size)
