@@ -192,7 +192,9 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
                 f"mu_dtype={dtype.name} is complex, but {name!r} is real; give a real"
                 " mu_dtype, which complex parameters do not follow"
             )
-        if not jnp.issubdtype(jnp.result_type(p), jnp.inexact):  # averages are not whole
+        if not jnp.issubdtype(
+            jnp.result_type(p), jnp.inexact
+        ):  # averages are not whole
             return sharding.zeros_like(p, dtype or jnp.float32)
         return sharding.zeros_like(p, dtype if given == needed else None)
 

@@ -1,4 +1,4 @@
-"""Arguments under ``optax.inject_hyperparams``: which are hyperparameters, which not."""
+"""Which arguments are hyperparameters to ``optax.inject_hyperparams``."""
 
 import inspect
 
@@ -136,9 +136,9 @@ def test_traced_coefficients_on_an_explicit_mesh():
     want = m2.newton_schulz(x, 2, row, ns_dtype="float32")
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, NamedSharding(mesh, P("x")))
-        got = jax.jit(
-            lambda x, row: m2.newton_schulz(x, 2, row, ns_dtype="float32")
-        )(placed, jnp.asarray(row))
+        got = jax.jit(lambda x, row: m2.newton_schulz(x, 2, row, ns_dtype="float32"))(
+            placed, jnp.asarray(row)
+        )
     assert_close(got, want)
 
 

@@ -111,7 +111,10 @@ def test_update_without_params(name):
     got, _ = jax.jit(tx.update)(params, tx.init(params))
     want, _ = jax.jit(tx.update)(params, tx.init(params), params)
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    for decay in ({"weight_decay": 0.01}, {"adam_weight_decay": optax.constant_schedule(0)}):
+    for decay in (
+        {"weight_decay": 0.01},
+        {"adam_weight_decay": optax.constant_schedule(0)},
+    ):
         tx = m2.REGISTRY[name](0.1, **decay)
         with pytest.raises(ValueError, match=r"update\(updates, state, params\)"):
             jax.eval_shape(tx.update, params, tx.init(params))

@@ -1,6 +1,7 @@
 """Dion: low-rank orthonormalized updates with error feedback."""
 
 import math
+import operator
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ def scale_by_low_rank_orthonormal(
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
     check_static(rank_fraction=rank_fraction, seed=seed, mu_dtype=mu_dtype)
     rank_fraction = 1.0 if rank_fraction is None else float(rank_fraction)
-    seed = 0 if seed is None else int(seed)
+    seed = 0 if seed is None else operator.index(seed)
     if not 0 < rank_fraction <= 1:
         raise ValueError(f"rank_fraction must lie in (0, 1], got {rank_fraction}")
     rules = rules_or_default(rules)
