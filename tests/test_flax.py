@@ -208,4 +208,5 @@ def test_metadata_says_how_statistics_are_divided(name, names):
             whole = NamedSharding(mesh, spec)
             assert x.sharding.is_equivalent_to(whole, x.ndim), (x.shape, spec)
             found += any(spec)
-    assert found >= 2  # the momentum and a statistic
+    # The momentum and a statistic; of Dion's Q, only the layers can be divided.
+    assert found >= (1 if name == "dion" else 2)
