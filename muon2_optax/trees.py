@@ -136,9 +136,9 @@ def _check_paths(updates: Any, state: Any) -> None:
     raise ValueError(
         f"the updates have {len(new)} leaves and the state has {len(old)}; the first"
         f" that differ are {_shown(got, want)} of the updates and {_shown(want, got)}"
-        " of the state. A state belongs to the paths, and the order, of the tree that"
-        " init() saw: give update() that tree in the same containers (a parameter"
-        " without gradient needs zeros, not None), or make a new state with init()"
+        " of the state. A state belongs to paths and their order: update() needs the"
+        " tree that init() saw, in the same containers (a parameter without gradient"
+        " needs zeros, not None); for another tree, make another state with init()"
     )
 
 
