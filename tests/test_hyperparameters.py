@@ -29,7 +29,7 @@ def test_default_numbers_that_select_a_program_are_no_hyperparameters(name):
     assert not found & numbers
     # What remains are the numbers that a step may be given.
     parameters = inspect.signature(m2.REGISTRY[name]).parameters
-    assert {"learning_rate", "b1", "weight_decay", "adam_eps"} <= found
+    assert {"learning_rate", "b1", "adam_weight_decay", "adam_eps"} <= found
     assert found <= set(parameters)
 
 
@@ -116,7 +116,7 @@ def test_explicit_mesh(name):
         params = jax.tree.map(
             lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs
         )
-        numbers = {"weight_decay": 0.1, "b1": 0.8, "adam_b2": 0.9}
+        numbers = {"adam_weight_decay": 0.1, "b1": 0.8, "adam_b2": 0.9}
         tx = optax.inject_hyperparams(m2.REGISTRY[name])(0.3, **numbers)
         state = jax.eval_shape(tx.init, params)
         got = jax.eval_shape(tx.update, params, state, params)[0]

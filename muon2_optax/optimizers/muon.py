@@ -6,6 +6,7 @@ import optax
 
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     rules_or_default,
@@ -14,9 +15,6 @@ from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
-
-# Newton-Schulz steps where none are given.
-NS_STEPS = 5
 
 
 def muon(
@@ -77,7 +75,7 @@ def muon(
         mu_dtype=mu_dtype,
         weight_decay_mask=weight_decay_mask,
     )
-    ns_steps = NS_STEPS if ns_steps is None else ns_steps
+    ns_steps = NS_STEPS["muon"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

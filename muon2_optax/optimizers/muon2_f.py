@@ -13,6 +13,7 @@ from muon2_optax.arrays.stacks import even
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import mean_squares
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     require_matrix,
@@ -229,10 +230,6 @@ def root_factors(
     return axes.by_block([roots.sqrt(r) for r in rows]), share
 
 
-# Newton-Schulz steps where none are given.
-NS_STEPS = 3
-
-
 def muon2_f(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.95,
@@ -284,7 +281,7 @@ def muon2_f(
         mu_dtype=mu_dtype,
         weight_decay_mask=weight_decay_mask,
     )
-    ns_steps = NS_STEPS if ns_steps is None else ns_steps
+    ns_steps = NS_STEPS["muon2_f"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

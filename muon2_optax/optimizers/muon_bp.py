@@ -12,6 +12,7 @@ from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     required_matrices,
@@ -150,10 +151,6 @@ def _join(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[..., : shape[-2], : shape[-1]]
 
 
-# Newton-Schulz steps where none are given.
-NS_STEPS = 5
-
-
 def muon_bp(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.95,
@@ -209,7 +206,7 @@ def muon_bp(
         mu_dtype=mu_dtype,
         weight_decay_mask=weight_decay_mask,
     )
-    ns_steps = NS_STEPS if ns_steps is None else ns_steps
+    ns_steps = NS_STEPS["muon_bp"] if ns_steps is None else ns_steps
     period = 5 if period is None else period
     rules = rules_or_default(rules)
 

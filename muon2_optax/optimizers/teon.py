@@ -15,6 +15,7 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import required_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -54,7 +55,7 @@ def orthogonalize_jointly(
     """
     check_static(group_size=group_size, ns_steps=ns_steps, ns_dtype=ns_dtype)
     dtypes.canonical("ns_dtype", ns_dtype)
-    ns_steps = NS_STEPS if ns_steps is None else ns_steps
+    ns_steps = NS_STEPS["teon"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
     numbers, plan_with = operands.split_plan(coefficients.resolve(ns_coeffs, ns_steps))
     group_size = 2 if group_size is None else operator.index(group_size)
@@ -137,10 +138,6 @@ def _unpooled(
     return [list(leaf) for leaf in zip(*columns)]
 
 
-# Newton-Schulz steps where none are given.
-NS_STEPS = 5
-
-
 def teon(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.95,
@@ -194,7 +191,7 @@ def teon(
         mu_dtype=mu_dtype,
         weight_decay_mask=weight_decay_mask,
     )
-    ns_steps = NS_STEPS if ns_steps is None else ns_steps
+    ns_steps = NS_STEPS["teon"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
