@@ -24,6 +24,21 @@ def _sqrt_jvp(
 
 
 @jax.custom_jvp
+def fourth_root(x: jax.Array) -> jax.Array:
+    """``x ** 0.25`` of numbers that are not negative."""
+    return x**0.25
+
+
+@fourth_root.defjvp
+def _fourth_root_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    root = fourth_root(*primals)
+    slope = 0.25 * root / jnp.where(primals[0] == 0, 1, primals[0])
+    return root, slope * tangents[0]
+
+
+@jax.custom_jvp
 def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     """``x / y``; its derivative takes no square of y, which may be out of the range."""
     return x / y

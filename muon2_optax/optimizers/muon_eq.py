@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, trees
+from muon2_optax import dtypes, roots, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
@@ -89,14 +89,14 @@ def _by_roots(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     rows, columns = _mean_squares(x, axes)
     sizes = jnp.asarray(axes.per_output(axes.splits), rows.dtype)
     # The fourth roots of the sums are the roots of the norms.
-    roots = (rows * sizes) ** 0.25 * (columns * axes.fan_in) ** 0.25
-    return x / _positive(roots)
+    along = roots.fourth_root(rows * sizes)
+    return x / _positive(along * roots.fourth_root(columns * axes.fan_in))
 
 
 def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     rows, _ = _mean_squares(x, axes)
     # Means over the rows' means; every block's is where the block's outputs are.
-    size = jnp.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
+    size = roots.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
     x = x / _positive(size)
     for _ in range(SWEEPS):
         x = x / _held(_mean_squares(x, axes)[1])
@@ -106,7 +106,7 @@ def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
 
 def _held(mean_square: jax.Array) -> jax.Array:
     """What a row or column is divided by; zero ones stay zero whatever it is."""
-    return jnp.clip(jnp.sqrt(mean_square), 1 / LARGEST, LARGEST)
+    return jnp.clip(roots.sqrt(mean_square), 1 / LARGEST, LARGEST)
 
 
 def _mean_squares(x: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
