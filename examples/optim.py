@@ -15,6 +15,7 @@ import optax
 import muon2_optax as m2
 from examples.config import OptimConfig
 from examples.flags import UserError
+from muon2_optax.optimizers import NS_STEPS
 
 # Peak learning rates at the default model and length, each the best of a sweep over the
 # same grid of factors (benchmarks/results/trainer_default_sweep.jsonl).
@@ -176,7 +177,7 @@ def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> 
         name=name,
         learning_rate=peak,
         adam_learning_rate=adam_peak,
-        ns_steps=used("ns_steps"),
+        ns_steps=used("ns_steps") or NS_STEPS.get(name),
         nesterov=used("nesterov"),
         transform=optax.chain(clip, optimizer),
         schedule=shaped(peak),

@@ -24,9 +24,12 @@ def canonical(name: str, dtype: Any) -> jnp.dtype | None:
     """Checks a dtype argument; None stays None.
 
     Raises:
-      TypeError: not a real floating point dtype. ``optax.inject_hyperparams`` calls
-        every callable argument as a schedule, and dtypes such as ``jnp.bfloat16`` are
-        callable.
+      TypeError: not a dtype that can hold what ``name`` stands for: for ``ns_dtype`` a
+        real one of 16 bits or more, because Newton-Schulz takes differences of numbers
+        that are nearly equal; for ``mu_dtype`` and ``nu_dtype`` a signed one of 8 bits
+        or more, and complex ones for ``mu_dtype`` only. Or an array:
+        ``optax.inject_hyperparams`` calls every callable argument as a schedule, and
+        dtypes such as ``jnp.bfloat16`` are callable.
     """
     if dtype is None:
         return None
@@ -39,19 +42,17 @@ def canonical(name: str, dtype: Any) -> jnp.dtype | None:
         known = jnp.dtype(dtype)
     except TypeError as err:
         raise TypeError(f"{name}={dtype!r} is no dtype") from err
+    if name == "mu_dtype" and jnp.issubdtype(known, jnp.complexfloating):
+        return known
     if not jnp.issubdtype(known, jnp.floating):
         raise TypeError(f"{name} must be a real floating point dtype, got {known}")
-    return known
-
-
-def static_number(name: str, value: Any) -> Any:
-    """Refuses a traced value where shapes depend on it, and says what to do."""
-    if isinstance(value, jax.core.Tracer):
+    least = 16 if name == "ns_dtype" else 8
+    if jnp.finfo(known).bits < least or float(jnp.finfo(known).min) >= 0:
         raise TypeError(
-            f"{name} must be known while tracing; under optax.inject_hyperparams pass"
-            f" static_args=({name!r},)"
+            f"{name}={known.name} has too few bits; give {name} a floating point dtype"
+            f" of {least} bits or more, with a sign"
         )
-    return value
+    return known
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
@@ -98,6 +99,29 @@ def round_with_dither(x: jax.Array, dtype: Any, count: jax.Array) -> jax.Array:
     kept = (bits >> jnp.uint32(dropped)) << jnp.uint32(dropped)
     rounded = jax.lax.bitcast_convert_type(kept, jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x)
+
+
+def stored(x: jax.Array, old: jax.Array) -> jax.Array:
+    """A moving average x in the dtype of its old value, as ``narrow`` does.
+
+    An average that has become smaller must not be rounded back to its old value, or it
+    would never reach zero: 0.95 times 10 of float16's smallest numbers is 9.5 of them,
+    which rounds to 10. It goes to the next smaller number then. bfloat16 has the range
+    of float32, where this takes place below anything that matters, and stays as it is.
+    """
+    new = narrow(x, old.dtype)
+    if (
+        jnp.iscomplexobj(new)
+        or jnp.finfo(old.dtype).maxexp >= jnp.finfo(jnp.bfloat16).maxexp
+    ):
+        return new
+    stuck = (new == old) & (jnp.abs(x) < jnp.abs(old.astype(x.dtype)))
+    # Numbers of one sign are ordered like their bits.
+    bits = jax.lax.bitcast_convert_type(new, f"uint{jnp.finfo(old.dtype).bits}")
+    smaller = jax.lax.bitcast_convert_type(bits - 1, old.dtype)
+    smallest = jnp.finfo(old.dtype).smallest_subnormal
+    gone = jnp.abs(x) < smallest.astype(x.dtype)
+    return jnp.where(stuck, jnp.where(gone, jnp.zeros_like(new), smaller), new)
 
 
 def squared_magnitude(x: jax.Array) -> jax.Array:

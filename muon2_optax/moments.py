@@ -4,13 +4,14 @@ All arithmetic is in float32 or better whatever the gradients' dtype; the states
 the dtypes that ``init`` gave them, and updates come back in the gradients' dtype.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, sharding, trees
+from muon2_optax import dtypes, roots, sharding, trees
 from muon2_optax.arrays import tracing
 
 
@@ -146,7 +147,7 @@ def _first(
 ) -> tuple[jax.Array, jax.Array]:
     """The update of a leaf and its new momentum."""
     m, numerator = momentum_step(g, mu, b1, nesterov, dampening)
-    return dtypes.narrow(numerator, g.dtype), dtypes.narrow(m, mu.dtype)
+    return dtypes.narrow(numerator, g.dtype), dtypes.stored(m, mu)
 
 
 @tracing.once
@@ -164,26 +165,45 @@ def _first_and_second(
     """The update of a leaf and its new moments."""
     m, numerator = momentum_step(g, mu, b1, nesterov)
     v = average(nu, square(g), b2)
-    update = scaled(numerator, scales[0]) / divisor(jnp.sqrt(scaled(v, scales[1])), eps)
+    root = roots.sqrt(scaled(v, scales[1]))
+    update = roots.divide(scaled(numerator, scales[0]), divisor(root, eps))
     return (
         dtypes.narrow(update, g.dtype),
-        dtypes.narrow(m, mu.dtype),
-        v.astype(nu.dtype),
+        dtypes.stored(m, mu),
+        dtypes.stored(v, nu),
     )
 
 
 def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
-    """Zeros like the parameters; dtype None, or a complex leaf: in its own dtype."""
+    """Zeros like the parameters; dtype None: in theirs.
 
-    def leaf(p: Any) -> jax.Array:
-        return sharding.zeros_like(p, None if jnp.iscomplexobj(p) else dtype)
+    A complex leaf takes a complex dtype only, and ignores a real one.
 
-    return jax.tree.map(leaf, params)
+    Raises:
+      TypeError: a complex dtype for a leaf that is real.
+    """
+    given = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+
+    def leaf(path: Any, p: Any) -> jax.Array:
+        needed = jnp.iscomplexobj(p)
+        if given and not needed:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"mu_dtype={dtype.name} is complex, but {name!r} is real; give a real"
+                " mu_dtype, which complex parameters do not follow"
+            )
+        if not jnp.issubdtype(
+            jnp.result_type(p), jnp.inexact
+        ):  # averages are not whole
+            return sharding.zeros_like(p, dtype or jnp.float32)
+        return sharding.zeros_like(p, dtype if given == needed else None)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:
     """What V is stored in: real, and float32 or better unless asked otherwise."""
-    return dtype or dtypes.real_dtype(dtypes.compute_dtype(p.dtype))
+    return dtype or dtypes.real_dtype(dtypes.compute_dtype(jnp.result_type(p)))
 
 
 def momentum_step(
@@ -222,7 +242,13 @@ def corrections(
     """Factors of the numerator and of V; None without bias correction."""
     if not bias_correction:
         return None, None
-    return 1 / (1 - b1 ** (count + nesterov)), 1 / (1 - b2**count)
+    return 1 / (1 - _power(b1, count + nesterov)), 1 / (1 - _power(b2, count))
+
+
+@functools.partial(jax.jit, inline=True)
+def _power(base: Any, count: jax.Array) -> jax.Array:
+    """Compiled once: outside of ``jax.jit``, JAX compiles a power for every count."""
+    return base**count
 
 
 def scaled(x: jax.Array, factor: Any) -> jax.Array:

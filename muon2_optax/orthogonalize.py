@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import trees
+from muon2_optax import dtypes, trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules import coefficients
 from muon2_optax.sharding import Shardings, checked
+from muon2_optax.static_arguments import check_static
 
 
 def newton_schulz(
@@ -27,7 +28,8 @@ def newton_schulz(
       x: array (..., m, n) of any float or complex dtype; each of the leading indices is
         a matrix of its own. A zero matrix gives exactly zero. A matrix with a
         non-finite entry gives NaN and leaves the others of the stack alone.
-      ns_steps: iterations K; 0 only normalizes.
+      ns_steps: iterations K; 0 only normalizes. May be traced, at the price of a loop
+        without the kernels; see ``coefficients.resolve``.
       ns_coeffs: name of a schedule, a ``Schedule``, a triple or a (K, 3) table; see
         ``coefficients.resolve``.
       ns_dtype: dtype of the iteration's products. None: float16 on GPU, bfloat16 on
@@ -54,7 +56,7 @@ def newton_schulz(
 
 
 def newton_schulz_orthogonalize(
-    ns_steps: int = 3,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     *,
     ns_dtype: Any = None,
@@ -67,7 +69,7 @@ def newton_schulz_orthogonalize(
     matrix shape run as one batch. The result does not depend on the input's size.
 
     Args:
-      ns_steps: number of iterations K.
+      ns_steps: number of iterations K; None: 3.
       ns_coeffs: the coefficients, as in ``newton_schulz``.
       ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
         bfloat16 on TPU, float32 on CPU.
@@ -89,6 +91,9 @@ def newton_schulz_orthogonalize(
     >>> bool(jnp.allclose(updates["w"], jnp.eye(2), atol=0.32))
     True
     """
+    check_static(ns_steps=ns_steps, ns_dtype=ns_dtype)
+    dtypes.canonical("ns_dtype", ns_dtype)
+    ns_steps = 3 if ns_steps is None else ns_steps
     rules, shardings = rules_or_default(rules), checked(shardings)
     plan = coefficients.resolve(ns_coeffs, ns_steps)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, moments, sharding, trees
+from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.axes import SHAPE_SCALES, ResolvedAxes, shape_factors
 from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
@@ -97,8 +97,8 @@ def scale_by_output_second_moment(
 
         def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
             v = moments.average(nu, moments.square(o), b2)
-            update = _wide(o) / moments.divisor(jnp.sqrt(v + eps_root), eps)
-            return update.astype(o.dtype), v.astype(nu.dtype)
+            update = _wide(o) / moments.divisor(roots.sqrt(v + eps_root), eps)
+            return update.astype(o.dtype), dtypes.stored(v, nu)
 
         updates, nu = trees.map_leaves(leaf, updates, state.nu)
         return updates, OutputSecondMomentState(nu)
@@ -135,11 +135,13 @@ def scale_by_neuron_second_moment(
         return jnp.sum(moments.square(x) / axes.fan_in, axis=axes.ins)
 
     def init_fn(params: optax.Params) -> OutputSecondMomentState:
-        def leaf(name: str, p: Any) -> jax.Array:
+        def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
+            axes = require_matrix(rules, name, p)
             zeros = sharding.zeros_like(p, moments.second_dtype(p))
-            return mean_square(zeros, require_matrix(rules, name, p))
+            dims: list[int | None] = [d for d in range(p.ndim) if d not in axes.ins]
+            return mean_square(zeros, axes), dims
 
-        return OutputSecondMomentState(trees.map_named(leaf, params))
+        return OutputSecondMomentState(trees.map_reduced(leaf, params))
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
@@ -147,9 +149,9 @@ def scale_by_neuron_second_moment(
         def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
             axes = require_matrix(rules, name, o)
             v = moments.average(nu, mean_square(o, axes), b2)
-            root = jnp.expand_dims(jnp.sqrt(v + eps_root), axes.ins)
+            root = jnp.expand_dims(roots.sqrt(v + eps_root), axes.ins)
             update = _wide(o) / moments.divisor(root, eps)
-            return update.astype(o.dtype), v.astype(nu.dtype)
+            return update.astype(o.dtype), dtypes.stored(v, nu)
 
         updates, nu = trees.map_leaves(leaf, updates, state.nu)
         return updates, OutputSecondMomentState(nu)
@@ -206,10 +208,10 @@ def scale_to_rms(
 
         def leaf(name: str, u: jax.Array) -> tuple[jax.Array]:
             axes = require_matrix(rules, name, u)
-            roots = axes.per_output([math.sqrt(axes.fan_in * n) for n in axes.splits])
+            sides = axes.per_output([math.sqrt(axes.fan_in * n) for n in axes.splits])
             norm = _positive(_norm(u, axes) + eps)
             return (
-                (rms * jnp.asarray(roots, norm.dtype) / norm * _wide(u)).astype(
+                (rms * jnp.asarray(sides, norm.dtype) / norm * _wide(u)).astype(
                     u.dtype
                 ),
             )
@@ -225,7 +227,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _norm(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     over = axes.ins + axes.outs
-    return jnp.sqrt(axes.by_block(axes.sums(moments.square(x), over)))
+    return roots.sqrt(axes.by_block(axes.sums(moments.square(x), over)))
 
 
 def _positive(x: jax.Array) -> jax.Array:

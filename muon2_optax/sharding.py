@@ -1,6 +1,7 @@
 """Where parameters live: mesh and PartitionSpec, as far as tracing knows them."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -53,7 +54,8 @@ class Shardings:
             specs.append((name, sharding.spec if named else PartitionSpec()))
             if named:
                 meshes.setdefault(sharding.mesh, name)
-        clashes = [n for n, spec in specs if dict(specs)[n] != spec]
+        last = dict(specs)
+        clashes = [n for n, spec in specs if last[n] != spec]
         if clashes:
             raise ValueError(
                 f"two leaves share the path {clashes[0]!r} but not their sharding; "
@@ -77,15 +79,18 @@ class Shardings:
         Raises:
           ValueError: there is no such leaf.
         """
-        for known, spec in self.specs:
-            if known == name:
-                return spec
+        if name in self._spec_of_path:
+            return self._spec_of_path[name]
         known = ", ".join(repr(n) for n, _ in self.specs[:3])
         raise ValueError(
             f"the Shardings do not know {name!r}, only {known}"
             f"{', ...' if len(self.specs) > 3 else ''}; read them from the parameters "
             "that the optimizer gets, in the same containers"
         )
+
+    @functools.cached_property
+    def _spec_of_path(self) -> dict[str, PartitionSpec]:
+        return dict(self.specs)
 
     @property
     def auto_mesh(self) -> Mesh | AbstractMesh:

@@ -4,10 +4,12 @@ The only place that knows that frameworks box their parameters (``flax.nnx.Varia
 ``flax.linen.Partitioned``), without importing any of them.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -53,9 +55,46 @@ def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
         inner = jax.tree.leaves(leaf)
         if is_box(leaf) and len(inner) != 1:
             return leaf  # a box around nothing
-        return fn(jax.tree_util.keystr(path, simple=True, separator="/"), inner[0])
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return fn(name, _array(inner[0]))
 
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_box)
+
+
+def map_reduced(
+    fn: Callable[[str, Any], tuple[Any, Sequence[int | None]]], tree: Any
+) -> Any:
+    """Maps ``fn(path, leaf)``, which returns a statistic and the dimensions it has.
+
+    These are dimensions of the leaf, None for one of the statistic's own. Where the box
+    of an NNX parameter says how the parameter is divided, the statistic comes back in a
+    box that says the same of those dimensions: trainers lay a restored state out by it.
+    Other boxes are not put back.
+    """
+
+    def visit(path: Any, leaf: Any) -> Any:
+        inner = jax.tree.leaves(leaf)
+        if is_box(leaf) and len(inner) != 1:
+            return leaf  # a box around nothing
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        value, dims = fn(name, _array(inner[0]))
+        metadata = leaf.get_metadata() if _is_variable(leaf) else {}
+        reduced = {
+            key: tuple(_entry(metadata[key], d) for d in dims)
+            for key in ("out_sharding", "optimizer_sharding")
+            if metadata.get(key)
+        }
+        return leaf.replace(value, **reduced) if reduced else value
+
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_box)
+
+
+def _is_variable(x: Any) -> bool:
+    return is_box(x) and hasattr(x, "get_metadata")
+
+
+def _entry(spec: Sequence[Any], dim: int | None) -> Any:
+    return spec[dim] if dim is not None and dim < len(spec) else None
 
 
 def map_leaves(
@@ -67,17 +106,61 @@ def map_leaves(
     boxed update comes back boxed while the state beside it may be bare.
 
     Raises:
-      ValueError: the trees do not have the same leaves.
+      ValueError: the trees do not have the same leaves, under the same paths and in the
+        same order.
     """
     names = [name for name, leaf in named_leaves(tree) if not is_empty(leaf)]
     flat = [jax.tree.flatten(t) for t in (tree, *states)]
-    counts = [len(leaves) for leaves, _ in flat]
-    if len(set(counts + [len(names)])) != 1:
-        raise ValueError(
-            f"the updates have {len(names)} leaves but the state holds {counts[1:]}; "
-            "update() needs the tree that init() saw (a parameter without gradient "
-            f"needs zeros, not None). Leaves of the updates: {names[:8]}"
-        )
-    results = [fn(*row) for row in zip(names, *(leaves for leaves, _ in flat))]
+    for state, (_, structure) in zip(states, flat[1:]):
+        # Equal structures have equal paths, which take much longer to compare.
+        if structure != flat[0][1]:
+            _check_paths(tree, state)
+    rows = zip(*(map(_array, leaves) for leaves, _ in flat))
+    results = [fn(name, *row) for name, row in zip(names, rows)]
     columns: Sequence[Any] = list(zip(*results)) if results else [()] * len(flat)
     return tuple(d.unflatten(c) for (_, d), c in zip(flat, columns))
+
+
+def _array(x: Any) -> Any:
+    """Python's numbers may stand for arrays, as they do for Optax."""
+    return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
+
+
+def _check_paths(updates: Any, state: Any) -> None:
+    """Refuses updates whose leaves are not those that the state was made for."""
+    new, old = _paths(updates), _paths(state)
+    if new == old:
+        return
+    pairs = itertools.zip_longest(new, old)
+    got, want = next((a, b) for a, b in pairs if a != b)
+    raise ValueError(
+        f"the updates have {len(new)} leaves and the state has {len(old)}; the first"
+        f" that differ are {_shown(got, want)} of the updates and {_shown(want, got)}"
+        " of the state. A state belongs to paths and their order: update() needs the"
+        " tree that init() saw, in the same containers (a parameter without gradient"
+        " needs zeros, not None); for another tree, make another state with init()"
+    )
+
+
+def _paths(tree: Any) -> list[tuple[str, ...]]:
+    """The keys on the way to each leaf, which a joined path would not tell apart."""
+
+    def stop(x: Any) -> bool:
+        return is_box(x) or is_empty(x)
+
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]
+    return [
+        tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        for path, leaf in flat
+        for _ in (jax.tree.leaves(leaf) if is_box(leaf) else [leaf])
+        if not is_empty(leaf)
+    ]
+
+
+def _shown(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str:
+    if path is None:
+        return "no leaf"
+    joined = "/".join(path)
+    # Keys that contain a slash may print like the keys of a deeper tree.
+    alike = other is not None and joined == "/".join(other)
+    return " under ".join(map(repr, reversed(path))) if alike else repr(joined)

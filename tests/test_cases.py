@@ -16,21 +16,18 @@ import muon2_optax as m2
 # What a method, by its definition, does not have.
 _RANDOM_START = "Dion's Q starts at random per path: equal matrices step differently"
 _NOT_ORTHOGONAL = "Dion normalizes the columns of Q but does not orthogonalize them"
-_STATIC_SIZE = "a size of arrays: inject_hyperparams needs static_args, and is told so"
 _NORM_MATCHED = "AdaMuon fixes the RMS of its step, not the spectral norm"
 EXCEPTIONS = {
     "adamuon": dict.fromkeys(("C15", "C63"), _NORM_MATCHED),
     "dion": dict.fromkeys(
         ("C32", "C36", "C39", "C51", "C53", "C54", "C56", "C93", "C111"), _RANDOM_START
     )
-    | dict.fromkeys(("C15", "C45", "C47", "C52", "C63"), _NOT_ORTHOGONAL)
-    | {"C95": _STATIC_SIZE},
+    | dict.fromkeys(("C15", "C45", "C47", "C52", "C63"), _NOT_ORTHOGONAL),
     "muon_bp": {
         "C94": "one of two branches runs, the compiler counts both; see test_mixtures"
     },
     "teon": {
         "C94": "Polar Express is too steep for one Gram matrix per three steps",
-        "C95": _STATIC_SIZE,
     },
 }
 

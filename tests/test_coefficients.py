@@ -173,22 +173,20 @@ def test_traced_steps_find_the_same_triples(schedule):
 
 
 def test_traced_steps_choose_a_whole_table():
-    """The longest that is not too long; what a table ends with is never repeated."""
+    """A number of steps without a table of its own, an error elsewhere, gives NaN."""
 
     @jax.jit
     def plan(steps):
         found = resolve(WHOLE, steps)
         return found.rows, found.steps
 
-    for steps, run, table in (
-        (1, 1, SHORTER),
-        (2, 2, SHORTER),
-        (3, 3, ROWS),
-        (7, 3, ROWS),
-    ):
+    for steps, table in ((2, SHORTER), (3, ROWS)):
         rows, count = plan(steps)
-        assert count == run
-        np.testing.assert_allclose(rows[:run], table[:run], rtol=1e-6)
+        assert count == steps
+        np.testing.assert_allclose(rows[:steps], table, rtol=1e-6)
+    for steps in (1, 7):
+        rows, count = plan(steps)
+        assert count == 1 and np.isnan(rows[0]).all()
 
 
 def test_optimizers_refuse_bad_coefficients_when_built():

@@ -80,19 +80,6 @@ def test_hidden_projections_called_output_are_matrices():
     assert labels["output"]["kernel"] == "adam"
 
 
-@pytest.mark.parametrize(
-    ("factory", "static"),
-    [(m2.teon, "group_size"), (m2.dion, "rank_fraction"), (m2.dion, "seed")],
-)
-def test_traced_shapes_say_which_argument_must_be_static(factory, static):
-    g = {"w": draw(8, 8), "b": draw(8)}
-    others = {"group_size", "rank_fraction", "seed"} - {static}
-    known = [a for a in others if a in factory.__annotations__]
-    tx = optax.inject_hyperparams(factory, static_args=known)(0.1)
-    with pytest.raises(TypeError, match=rf"static_args=\('{static}',\)"):
-        jax.jit(lambda g: tx.update(g, tx.init(g), g))(g)
-
-
 def test_periodic_branches_agree_in_mixed_precision():
     g = {"b": draw(8), "w": draw(8, 8, dtype=jnp.bfloat16)}
     for tx in (

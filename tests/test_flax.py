@@ -180,3 +180,33 @@ def test_linen_train_state(name, kind):
         assert len(spec) <= x.ndim, path
         if kind == "boxed" and ".mu" in path and path.endswith("['kernel']"):
             assert spec == P("x", "y"), path
+
+
+@pytest.mark.parametrize("name", ["muon2_f", "normuon", "dion"])
+@pytest.mark.parametrize("names", [(None, "model", "data"), ("data", None, "model")])
+def test_metadata_says_how_statistics_are_divided(name, names):
+    """Of a stack, stored (layers, out, in): as the running state has them."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rules = m2.MatrixRules((("weights", m2.MatrixAxes(-1, -2)),))
+
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.weights = nnx.Param(jnp.ones((4, 6, 8)), out_sharding=names)
+            self.plain = nnx.Param(jnp.ones((4, 6)))
+
+    with jax.set_mesh(mesh):
+        tx = m2.REGISTRY[name](1e-3, rules=rules)
+        optimizer = nnx.Optimizer(Stack(), tx, wrt=nnx.Param)
+        state = nnx.state(optimizer, nnx.optimizer.OptState)
+    specs = jax.tree.leaves(
+        nnx.get_partition_spec(state), is_leaf=lambda s: isinstance(s, P)
+    )
+    leaves = jax.tree.leaves(state)
+    found = 0
+    for spec, x in zip(specs, leaves, strict=True):
+        if isinstance(x.sharding, NamedSharding):
+            whole = NamedSharding(mesh, spec)
+            assert x.sharding.is_equivalent_to(whole, x.ndim), (x.shape, spec)
+            found += any(spec)
+    # The momentum and a statistic; of Dion's Q, only the layers can be divided.
+    assert found >= (1 if name == "dion" else 2)

@@ -141,19 +141,18 @@ def test_traced_steps_and_coefficients():
 
 
 def test_inject_hyperparams():
-    """Every numeric argument arrives traced, and may change between steps."""
-    build = optax.inject_hyperparams(m2.newton_schulz_orthogonalize)
+    """Coefficients may arrive traced, and change between steps."""
+    build = optax.inject_hyperparams(
+        m2.newton_schulz_orthogonalize, static_args=("ns_steps",)
+    )
     tx = build(ns_steps=3, ns_coeffs=np.float32(KELLER))
     x = {"w": jnp.asarray(normal((6, 16), dtype=np.float32))}
     state = jax.jit(tx.init)(x)
-    assert set(state.hyperparams) == {"ns_steps", "ns_coeffs"}
+    assert set(state.hyperparams) == {"ns_coeffs"}
     update = jax.jit(tx.update)
     got, state = update(x, state, x)
     assert relative_error(got["w"], reference.keller(x["w"], 3)) < 1e-5
-    state.hyperparams["ns_steps"] = jnp.asarray(1)
-    got, state = update(x, state, x)
-    assert relative_error(got["w"], reference.keller(x["w"], 1)) < 1e-5
     state.hyperparams["ns_coeffs"] = jnp.asarray([2.0, -1.5, 0.5])
     got, _ = update(x, state, x)
-    want = reference.newton_schulz(x["w"], [(2.0, -1.5, 0.5)])
+    want = reference.newton_schulz(x["w"], [(2.0, -1.5, 0.5)] * 3)
     assert relative_error(got["w"], want) < 1e-5

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
+from muon2_optax import operands
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import on_device, on_mesh, transport
 from muon2_optax.kernels import hopper
@@ -38,17 +39,21 @@ def orthogonalize_leaves(
         for a, p, x in zip(axes, places, leaves)
     ]
     results: list[Any] = [None] * len(leaves)
+    numbers, plan_with = operands.split_plan(plan)
 
-    def in_place(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
+    def in_place(
+        members: Sequence[int], numbers: Sequence[jax.Array], *xs: jax.Array
+    ) -> list[jax.Array]:
         blocks = [axes[i].to_blocks(x) for i, x in zip(members, xs)]
-        done = iter(by_shape([b for leaf in blocks for b in leaf], plan, ns_dtype))
+        matrices = [b for leaf in blocks for b in leaf]
+        done = iter(by_shape(matrices, plan_with(numbers), ns_dtype))
         return [
             axes[i].from_blocks([next(done) for _ in b])
             for i, b in zip(members, blocks)
         ]
 
     def by_compiler(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
-        return automatic(functools.partial(in_place, members), xs)
+        return automatic(functools.partial(in_place, members), xs, numbers)
 
     def exchanged(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
         return on_mesh.orthogonalize(
@@ -93,9 +98,9 @@ def by_shape(
 
 
 def automatic(
-    fn: Callable[..., list[jax.Array]], xs: Sequence[jax.Array]
+    fn: Callable[..., list[jax.Array]], xs: Sequence[jax.Array], settings: Any = ()
 ) -> list[jax.Array]:
-    """Runs fn with the compiler choosing the shardings inside.
+    """``fn(settings, *xs)`` with the compiler choosing the shardings inside.
 
     On a mesh with Explicit axes (what ``jax.make_mesh`` makes) a product of sharded
     operands would need a sharding spelled out for each result.
@@ -106,6 +111,11 @@ def automatic(
     }
     # Where some axes are Manual (a partial shard_map) JAX cannot make others automatic.
     if AxisType.Explicit not in types or AxisType.Manual in types:
-        return fn(*xs)
-    result: Any = jax.sharding.auto_axes(fn, out_sharding=shardings)(*xs)
+        return fn(settings, *xs)
+    arrays, rebuilt = operands.split(settings)
+
+    def run(arrays: Sequence[jax.Array], *xs: jax.Array) -> list[jax.Array]:
+        return fn(rebuilt(arrays), *xs)
+
+    result: Any = jax.sharding.auto_axes(run, out_sharding=shardings)(arrays, *xs)
     return result

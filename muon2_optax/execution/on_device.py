@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes
+from muon2_optax import dtypes, roots
 from muon2_optax.arrays import stacks, tracing
 from muon2_optax.iteration import adjoint, iterate, runs
 from muon2_optax.kernels import hopper, newton_schulz
@@ -146,13 +146,14 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     """
     x = x.astype(dtypes.compute_dtype(x.dtype))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    largest = jnp.where(largest == 0, 1, largest)
+    # A zero matrix is divided by infinity, which makes its derivative 0 as well.
+    largest = jnp.where(largest == 0, jnp.inf, largest)
     # XLA divides by multiplying with the reciprocal, which is flushed to zero for the
     # largest numbers; a power of two first brings them down exactly.
     down = jnp.where(largest > 1e30, 2.0**-64, 1).astype(largest.dtype)
     x = (x * down) / (largest * down)
     square = dtypes.squared_magnitude(x)
-    norm = jnp.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
+    norm = roots.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
     if isinstance(how, AOL):
         norm = jnp.where(norm == 0, 1, norm)
         root = how.eps**0.5 / largest / norm

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from muon2_optax import dtypes
+from muon2_optax import dtypes, operands
 from muon2_optax.arrays.stacks import in_lots
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import on_device, transport
@@ -54,9 +55,12 @@ def orthogonalize(
     swaps = [stored(a, p, turn_squares)[1] for a, p in zip(axes, places)]
     whole = all(not any(p.dims) for p in places)
     specs = tuple(p.spec for p in places)
+    numbers, plan_with = operands.split_plan(plan)
 
-    def run(*xs: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
-        group = _Group(kind, places[0].mesh, plan, dtype)
+    def run(
+        numbers: Sequence[jax.Array], *xs: jax.Array, dtype: jnp.dtype
+    ) -> tuple[jax.Array, ...]:
+        group = _Group(kind, places[0].mesh, plan_with(numbers), dtype)
         if kind.axes:
             narrow, factors = transport.narrowed(xs, axes, dtype)
             rows = zip(narrow, axes, swaps)
@@ -75,10 +79,10 @@ def orthogonalize(
         return jax.shard_map(
             functools.partial(run, dtype=dtype),
             mesh=places[0].mesh,
-            in_specs=specs,
+            in_specs=(PartitionSpec(), *specs),
             out_specs=specs,
             check_vma=False,
-        )(*xs)
+        )(numbers, *xs)
 
     return list(on_device.per_platform(on_mesh, leaves, ns_dtype))
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes, sharding
+from muon2_optax import dtypes, roots, sharding
 from muon2_optax.arrays import tracing
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products
@@ -102,7 +102,7 @@ def step_factors(
     """
     dtype, held = radius.dtype, radius > 0
     r = jnp.where(held, radius, 1)
-    norm_u = jnp.sqrt(known.yy)
+    norm_u = roots.sqrt(known.yy)
     moves = norm_u != 0  # NaN moves
     rate = jnp.asarray(rate, dtype)
     per_u = 1 / jnp.where(moves, norm_u, 1)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from muon2_optax.axes import MatrixAxes
@@ -17,9 +18,27 @@ from muon2_optax.weights import Radius, add_cautious_weight_decay, hyperball
 def decayed(
     weight_decay: optax.ScalarOrSchedule, mask: Any, cautious: bool
 ) -> optax.GradientTransformation:
-    """Weight decay of all entries, or of those that the update shrinks as well."""
+    """Weight decay of all entries, or of those that the update shrinks as well.
+
+    It needs no parameters where the decay is 0.
+    """
     add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
-    return add(weight_decay, mask)
+    inner = add(weight_decay, mask)
+    # A schedule or a traced number may become something else than 0.
+    number = not callable(weight_decay) and not isinstance(weight_decay, jax.Array)
+    none = number and weight_decay == 0
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
+        if params is None and none:
+            return updates, state
+        if params is None:
+            raise ValueError(
+                f"weight decay of {weight_decay} needs the parameters: call"
+                " update(updates, state, params)"
+            )
+        return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update_fn)
 
 
 def routed(

@@ -6,6 +6,7 @@ import optax
 
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     rules_or_default,
@@ -13,6 +14,7 @@ from muon2_optax.orthogonalize import (
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_output_second_moment, scale_to_rms
 from muon2_optax.sharding import Shardings
+from muon2_optax.static_arguments import check_static
 
 
 def adamuon(
@@ -22,7 +24,7 @@ def adamuon(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     *,
-    ns_steps: int = 5,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
@@ -68,6 +70,15 @@ def adamuon(
     >>> tx = adamuon(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["adamuon"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

@@ -6,6 +6,7 @@ import optax
 
 from muon2_optax.moments import scale_by_momentum, scale_by_second_moment
 from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.optimizers.muon2_f import factorized_second_moment
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
@@ -13,6 +14,7 @@ from muon2_optax.orthogonalize import (
 )
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
+from muon2_optax.static_arguments import check_static
 from muon2_optax.weights import Radius, hyperball
 
 
@@ -21,7 +23,7 @@ def muon_h(
     b1: float = 0.95,
     *,
     radius: Radius = None,
-    ns_steps: int = 5,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
@@ -68,6 +70,14 @@ def muon_h(
     >>> tx = muon_h(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["muon_h"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
@@ -106,7 +116,7 @@ def muon2_h(
     eps: float = 1e-10,
     *,
     radius: Radius = None,
-    ns_steps: int = 3,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = False,
@@ -141,6 +151,15 @@ def muon2_h(
     >>> tx = muon2_h(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["muon2_h"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
@@ -185,7 +204,7 @@ def muon2_f_h(
     eps: float = 1e-10,
     *,
     radius: Radius = None,
-    ns_steps: int = 3,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = False,
@@ -219,6 +238,14 @@ def muon2_f_h(
     >>> tx = muon2_f_h(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["muon2_f_h"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

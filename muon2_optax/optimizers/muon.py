@@ -6,6 +6,7 @@ import optax
 
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     rules_or_default,
@@ -13,6 +14,7 @@ from muon2_optax.orthogonalize import (
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.sharding import Shardings
+from muon2_optax.static_arguments import check_static
 
 
 def muon(
@@ -20,7 +22,7 @@ def muon(
     b1: float = 0.95,
     weight_decay: float = 0.0,
     *,
-    ns_steps: int = 5,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
@@ -50,7 +52,8 @@ def muon(
     float32). A ``Schedule`` with ``normalization=Frobenius(eps=1e-7)`` restores it.
 
     Args and returns are those of ``muon2``, without those of the second moment (b2,
-    eps, nu_dtype, bias_correction), and ``dampening`` of ``scale_by_momentum``.
+    eps, nu_dtype, bias_correction), and ``dampening`` of ``scale_by_momentum``. Where
+    ``ns_steps`` is None, K is 5.
 
     Published relatives are arguments away: PolarExpress is
     ``ns_coeffs="polar_express"``; Turbo-Muon is ``ns_coeffs="turbo", ns_steps=4``;
@@ -65,6 +68,14 @@ def muon(
     >>> tx = muon(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["muon"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

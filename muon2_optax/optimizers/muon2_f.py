@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, moments, sharding, trees
+from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.arrays import tracing
 from muon2_optax.arrays.stacks import even
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import mean_squares
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     require_matrix,
@@ -22,6 +23,7 @@ from muon2_optax.orthogonalize import (
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.sharding import Shardings
+from muon2_optax.static_arguments import check_static
 
 # Leaves whose statistics are joined: XLA fuses that for no more than about as many (96
 # operands, two for each).
@@ -86,13 +88,18 @@ def factorized_second_moment(
 
     def init_fn(params: optax.Params) -> FactorizedSecondMomentState:
         def statistic(which: int) -> Any:
-            def leaf(name: str, p: Any) -> jax.Array:
+            def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
+                axes = require_matrix(rules, name, p)
+                gone = (axes.outs, axes.ins)[which]
+                dims: list[int | None] = [d for d in range(p.ndim) if d not in gone]
+                if which == 0 and len(axes.splits) > 1:
+                    dims.append(None)  # one mean for each block
                 # Statistics of zeros rather than zeros: on a mesh they come out with
                 # the reduced sharding that every later update gives them.
                 empty = sharding.zeros_like(p, moments.second_dtype(p))
-                return mean_squares.plain(empty, require_matrix(rules, name, p))[which]
+                return mean_squares.plain(empty, axes)[which], dims
 
-            return trees.map_named(leaf, params)
+            return trees.map_reduced(leaf, params)
 
         return FactorizedSecondMomentState(
             count=jnp.zeros([], jnp.int32),
@@ -139,8 +146,9 @@ def _divided(
     m, numerator = moments.momentum_step(g, mu, b1, nesterov)
     if scales[1] is not None:
         root = jnp.sqrt(scales[1]) * root
-    update = moments.scaled(numerator, scales[0]) / moments.divisor(root, eps)
-    return dtypes.narrow(update, g.dtype), dtypes.narrow(m, mu.dtype)
+    numerator = moments.scaled(numerator, scales[0])
+    update = roots.divide(numerator, moments.divisor(root, eps))
+    return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
 
 
 class _Leaf(NamedTuple):
@@ -218,8 +226,8 @@ def root_factors(
     # Divided before it is summed, as everywhere here.
     means = [jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True) for r in rows]
     mean = jnp.maximum(axes.by_block(means), jnp.finfo(row.dtype).tiny)
-    share = jnp.sqrt(jnp.expand_dims(col, axes.ins) / mean)
-    return axes.by_block([jnp.sqrt(r) for r in rows]), share
+    share = roots.sqrt(roots.divide(jnp.expand_dims(col, axes.ins), mean))
+    return axes.by_block([roots.sqrt(r) for r in rows]), share
 
 
 def muon2_f(
@@ -229,7 +237,7 @@ def muon2_f(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
     *,
-    ns_steps: int = 3,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = False,
@@ -266,6 +274,14 @@ def muon2_f(
     >>> tx = muon2_f(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["muon2_f"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

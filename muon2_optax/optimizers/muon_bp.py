@@ -12,6 +12,7 @@ from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     required_matrices,
@@ -19,6 +20,7 @@ from muon2_optax.orthogonalize import (
 )
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.static_arguments import check_static
 
 # Every leaf that a block transform sees is a stack of blocks.
 _BLOCK_RULES = MatrixRules((("", MatrixAxes(-2, -1)),))
@@ -37,10 +39,18 @@ def periodically(
     often: optax.GradientTransformation,
     period: int,
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs ``seldom`` on steps 0, period, 2 period, ..., ``often`` on the others."""
+    """Runs ``seldom`` on steps 0, period, 2 period, ..., ``often`` on the others.
+
+    Args:
+      seldom: the transform of one step in ``period``.
+      often: that of the others.
+      period: a whole number, 1 or more. Traced ones below 1 count as 1.
+
+    Raises:
+      ValueError: a period that is not whole, or one known while tracing below 1.
+    """
     seldom, often = map(optax.with_extra_args_support, (seldom, often))
-    if not isinstance(period, jax.Array) and (period % 1 or period < 1):
-        raise ValueError(f"period must be a whole number of steps, 1 or more: {period}")
+    period = _whole_steps(period)
 
     def init_fn(params: optax.Params) -> PeriodicState:
         zero = jnp.zeros([], jnp.int32)
@@ -57,12 +67,24 @@ def periodically(
             return optax.tree.cast_like(new, updates), state._replace(often=inner)
 
         turn = state.count % period == 0
-        updates, state = jax.lax.cond(turn, run_seldom, run_often, updates, state)
+        if isinstance(turn, jax.core.Tracer):
+            updates, state = jax.lax.cond(turn, run_seldom, run_often, updates, state)
+        else:  # outside of jax.jit, where a cond would be compiled in every step
+            updates, state = (run_seldom if turn else run_often)(updates, state)
         return updates, state._replace(
             count=jnp.asarray(optax.safe_increment(state.count))
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _whole_steps(period: Any) -> Any:
+    traced = isinstance(period, jax.core.Tracer)
+    if traced and jnp.issubdtype(period.dtype, jnp.integer):
+        return jnp.maximum(period, 1)
+    if traced or period % 1 or period < 1:
+        raise ValueError(f"period must be a whole number of steps, 1 or more: {period}")
+    return period
 
 
 def in_blocks(
@@ -89,7 +111,7 @@ def in_blocks(
 
         _, axes, leaves = required_matrices(rules, updates)
 
-        def on_grid(*xs: jax.Array) -> list[jax.Array]:
+        def on_grid(_: Any, *xs: jax.Array) -> list[jax.Array]:
             return _on_grid(xs, axes, grid, inner)
 
         done = iter(dispatch.automatic(on_grid, leaves))
@@ -134,10 +156,10 @@ def muon_bp(
     b1: float = 0.95,
     weight_decay: float = 0.0,
     *,
-    period: int = 5,
+    period: int | None = None,
     block_grid: tuple[int, int] = (1, 4),
     block_scale: float = 1.0,
-    ns_steps: int = 5,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
@@ -160,7 +182,7 @@ def muon_bp(
     here, so the numbers do not depend on how the parameters are sharded.
 
     Args:
-      period: steps from one full orthogonalization to the next; 1 is Muon.
+      period: steps from one full orthogonalization to the next; 1 is Muon, None: 5.
       block_grid: number of blocks along (inputs, outputs); sides that do not divide are
         padded with zeros.
       block_scale: learning rate of the block steps as a multiple of the full steps';
@@ -177,22 +199,29 @@ def muon_bp(
     >>> tx = muon_bp(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["muon_bp"] if ns_steps is None else ns_steps
+    period = 5 if period is None else period
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         whole = _orthogonalized(rules, ns_steps, ns_coeffs, ns_dtype, shape_scale)
 
         def blocks(block_rules: MatrixRules) -> optax.GradientTransformation:
-            return optax.chain(
-                _orthogonalized(
-                    block_rules, ns_steps, ns_coeffs, ns_dtype, shape_scale
-                ),
-                optax.scale(block_scale),
+            return _orthogonalized(
+                block_rules, ns_steps, ns_coeffs, ns_dtype, shape_scale
             )
 
+        in_grid = _scaled(in_blocks(blocks, block_grid, rules=rules), block_scale)
         return optax.chain(
             scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
-            periodically(whole, in_blocks(blocks, block_grid, rules=rules), period),
+            periodically(whole, in_grid, period),
             decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
@@ -210,6 +239,18 @@ def muon_bp(
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
     )
+
+
+def _scaled(
+    inner: optax.GradientTransformation, factor: Any
+) -> optax.GradientTransformation:
+    """``inner``, its updates times a factor: not within, where no array may be."""
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
+        new, state = inner.update(updates, state, params)
+        return optax.scale(factor).update(new, optax.EmptyState())[0], state
+
+    return optax.GradientTransformation(inner.init, update_fn)
 
 
 def _orthogonalized(

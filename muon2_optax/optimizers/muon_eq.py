@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, trees
+from muon2_optax import dtypes, roots, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import (
     newton_schulz_orthogonalize,
     require_matrix,
@@ -18,6 +19,7 @@ from muon2_optax.orthogonalize import (
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.sharding import Shardings
+from muon2_optax.static_arguments import check_static
 
 FORMS = ("roots", "sweeps")
 # The second form's number of sweeps, and how far one of them scales a row or a column.
@@ -87,14 +89,14 @@ def _by_roots(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     rows, columns = _mean_squares(x, axes)
     sizes = jnp.asarray(axes.per_output(axes.splits), rows.dtype)
     # The fourth roots of the sums are the roots of the norms.
-    roots = (rows * sizes) ** 0.25 * (columns * axes.fan_in) ** 0.25
-    return x / _positive(roots)
+    along = roots.fourth_root(rows * sizes)
+    return x / _positive(along * roots.fourth_root(columns * axes.fan_in))
 
 
 def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     rows, _ = _mean_squares(x, axes)
     # Means over the rows' means; every block's is where the block's outputs are.
-    size = jnp.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
+    size = roots.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
     x = x / _positive(size)
     for _ in range(SWEEPS):
         x = x / _held(_mean_squares(x, axes)[1])
@@ -104,7 +106,7 @@ def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
 
 def _held(mean_square: jax.Array) -> jax.Array:
     """What a row or column is divided by; zero ones stay zero whatever it is."""
-    return jnp.clip(jnp.sqrt(mean_square), 1 / LARGEST, LARGEST)
+    return jnp.clip(roots.sqrt(mean_square), 1 / LARGEST, LARGEST)
 
 
 def _mean_squares(x: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +139,7 @@ def muon_eq(
     weight_decay: float = 0.0,
     *,
     form: str = "roots",
-    ns_steps: int = 5,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
@@ -176,6 +178,14 @@ def muon_eq(
     >>> tx = muon_eq(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["muon_eq"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

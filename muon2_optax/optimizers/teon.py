@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import dtypes, trees
+from muon2_optax import dtypes, operands, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import required_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules import coefficients
+from muon2_optax.static_arguments import check_static
 
 # Query, key and value projections under the names that model codes give them.
 ATTENTION_INPUTS = r"(^|/)(q|k|v|wq|wk|wv|query|key|value|[qkv]_proj)(/|$)"
@@ -26,8 +28,8 @@ ATTENTION_INPUTS = r"(^|/)(q|k|v|wq|wk|wv|query|key|value|[qkv]_proj)(/|$)"
 
 def orthogonalize_jointly(
     joint: str = ATTENTION_INPUTS,
-    group_size: int = 2,
-    ns_steps: int = 5,
+    group_size: int | None = None,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "polar_express",
     *,
     ns_dtype: Any = None,
@@ -44,15 +46,19 @@ def orthogonalize_jointly(
 
     Args:
       joint: regular expression, searched in the paths, of the leaves to join.
-      group_size: matrices in a group.
-      ns_steps, ns_coeffs, ns_dtype, rules: as in ``newton_schulz_orthogonalize``.
+      group_size: matrices in a group; None: 2.
+      ns_steps: number of iterations K; None: 5.
+      ns_coeffs, ns_dtype, rules: as in ``newton_schulz_orthogonalize``.
 
     References:
       Zhang et al. 2026, "TEON", arXiv:2601.23261.
     """
+    check_static(group_size=group_size, ns_steps=ns_steps, ns_dtype=ns_dtype)
+    dtypes.canonical("ns_dtype", ns_dtype)
+    ns_steps = NS_STEPS["teon"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
-    plan = coefficients.resolve(ns_coeffs, ns_steps)
-    group_size = operator.index(dtypes.static_number("group_size", group_size))
+    numbers, plan_with = operands.split_plan(coefficients.resolve(ns_coeffs, ns_steps))
+    group_size = 2 if group_size is None else operator.index(group_size)
     if group_size < 1:
         raise ValueError(f"group_size must be 1 or more, got {group_size}")
     try:
@@ -65,14 +71,14 @@ def orthogonalize_jointly(
         names, axes, leaves = required_matrices(rules, updates)
         kinds = _kinds(names, axes, leaves, joint)
 
-        def run(*xs: jax.Array) -> list[jax.Array]:
+        def run(numbers: Sequence[jax.Array], *xs: jax.Array) -> list[jax.Array]:
             blocks = [a.to_blocks(x) for a, x in zip(axes, xs)]
             pool: list[jax.Array] = []
             for members, joined in kinds:
                 pool += _pooled(
                     [blocks[i] for i in members], group_size if joined else 1
                 )
-            done = iter(dispatch.by_shape(pool, plan, ns_dtype))
+            done = iter(dispatch.by_shape(pool, plan_with(numbers), ns_dtype))
             for members, joined in kinds:
                 results = _unpooled(
                     done, [blocks[i] for i in members], group_size if joined else 1
@@ -81,7 +87,7 @@ def orthogonalize_jointly(
                     blocks[i] = result
             return [a.from_blocks(b) for a, b in zip(axes, blocks)]
 
-        done = iter(dispatch.automatic(run, leaves))
+        done = iter(dispatch.automatic(run, leaves, numbers))
         return trees.map_leaves(lambda name, leaf: (next(done),), updates)[0]
 
     return optax.stateless(update_fn)
@@ -138,8 +144,8 @@ def teon(
     weight_decay: float = 0.0,
     *,
     joint: str = ATTENTION_INPUTS,
-    group_size: int = 2,
-    ns_steps: int = 5,
+    group_size: int | None = None,
+    ns_steps: int | None = None,
     ns_coeffs: Any = "polar_express",
     ns_dtype: Any = None,
     nesterov: bool = True,
@@ -163,7 +169,8 @@ def teon(
 
     Args:
       joint: regular expression of the paths that are joined.
-      group_size: the paper's K, 2.
+      group_size: the paper's K; None: 2.
+      ns_steps: number of Newton-Schulz iterations; None: 5.
 
     The others, and the return value, are those of ``muon``. Whether the momentum is
     Nesterov's is not stated; the default is Muon's.
@@ -176,6 +183,15 @@ def teon(
     >>> tx = teon(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
+    check_static(
+        group_size=group_size,
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        mu_dtype=mu_dtype,
+        weight_decay_mask=weight_decay_mask,
+    )
+    ns_steps = NS_STEPS["teon"] if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:

@@ -246,8 +246,7 @@ class Plan:
     """What one orthogonalization runs: a normalization, then these steps.
 
     ``rows`` is a tuple of triples known at trace time, or an array of shape (L, 3)
-    whose row ``min(i, L - 1)`` serves step i of ``steps`` (both may be traced then,
-    as ``optax.inject_hyperparams`` does with every numeric argument).
+    whose row ``min(i, L - 1)`` serves step i of ``steps``, which may both be traced.
     """
 
     normalization: Normalization
@@ -269,7 +268,8 @@ def resolve(
       ns_coeffs: the name of a schedule in ``SCHEDULES``, a ``Schedule``, one triple
         (repeated ``ns_steps`` times), or a (K, 3) table, whose K must then equal
         ``ns_steps``.
-      ns_steps: number of iterations K; 0 only normalizes.
+      ns_steps: number of iterations K; 0 only normalizes. A traced number makes a loop
+        on the products of XLA, and NaN where a number known while tracing is refused.
 
     Raises:
       ValueError: an unknown name, a table of another shape, a table whose length is
@@ -285,7 +285,7 @@ def resolve(
     if isinstance(ns_coeffs, Schedule):
         if steps is not None:
             return Plan(ns_coeffs.normalization, ns_coeffs.rows(steps))
-        return _traced_plan(ns_coeffs, jnp.asarray(ns_steps))
+        return _schedule_plan(ns_coeffs, jnp.asarray(ns_steps))
     return _table_plan(ns_coeffs, ns_steps, steps)
 
 
@@ -300,7 +300,8 @@ def _table_plan(table: Any, ns_steps: Any, steps: int | None) -> Plan:
     single = array.ndim == 1 or array.shape[0] == 1
     rows = array.reshape(-1, 3)
     if steps is None:
-        return Plan(Frobenius(), jnp.asarray(rows), ns_steps)
+        fits = ns_steps >= 0 if single else ns_steps == rows.shape[0]
+        return _traced_plan(Frobenius(), jnp.asarray(rows), ns_steps, fits)
     if not single and rows.shape[0] != steps:
         raise ValueError(
             f"ns_coeffs has {rows.shape[0]} rows but ns_steps is {steps}; pass "
@@ -314,23 +315,27 @@ def _table_plan(table: Any, ns_steps: Any, steps: int | None) -> Plan:
     return Plan(Frobenius(), Schedule(triples).rows(steps))
 
 
-def _traced_plan(schedule: Schedule, ns_steps: jax.Array) -> Plan:
-    table = jnp.asarray(schedule.triples)
+def _schedule_plan(schedule: Schedule, ns_steps: jax.Array) -> Plan:
+    table, fits = jnp.asarray(schedule.triples), ns_steps >= 0
     if schedule.take == "whole":
-        # The longest table with at most K rows, else the start of the shortest. Beyond
-        # the longest nothing is run: what a table ends with is not made to be repeated.
-        sizes = sorted(schedule.tables)
-        tables = [schedule.tables[k] for k in sizes]
-        filled = [t + t[-1:] * (sizes[-1] - len(t)) for t in tables]
-        place = jnp.sum(jnp.asarray(sizes) <= ns_steps) - 1
-        table = jnp.asarray(filled)[jnp.clip(place, 0)]
-        ns_steps = jnp.minimum(ns_steps, sizes[-1])
+        # Each K has a table of its own, made longer so that they can be stacked.
+        sizes = jnp.asarray(sorted(schedule.tables))
+        tables = [schedule.tables[k] for k in sorted(schedule.tables)]
+        longest = max(map(len, tables))
+        stacked = jnp.asarray([t + t[-1:] * (longest - len(t)) for t in tables])
+        table = stacked[jnp.argmax(sizes == ns_steps)]
+        fits = jnp.any(sizes == ns_steps)
     if schedule.take == "last":
         # Rotated so that step 0 of a run of K finds triple len - K.
         have = len(schedule.triples)
         index = jnp.clip(jnp.arange(have) + have - ns_steps, 0, have - 1)
-        table = table[index]
-    return Plan(schedule.normalization, table, ns_steps)
+        table, fits = table[index], fits & (ns_steps <= have)
+    return _traced_plan(schedule.normalization, table, ns_steps, fits)
+
+
+def _traced_plan(how: Normalization, table: Any, ns_steps: Any, fits: Any) -> Plan:
+    """A plan of a traced number of steps: one step of NaN where it does not fit."""
+    return Plan(how, jnp.where(fits, table, jnp.nan), jnp.where(fits, ns_steps, 1))
 
 
 def _static_int(steps: Any) -> int | None:
