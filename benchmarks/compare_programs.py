@@ -101,12 +101,19 @@ def write_programs(out: pathlib.Path, devices: int) -> None:
                     print(f"{name}: {len(kernels)} kernels", flush=True)
 
 
+def number_functions(text: str) -> str:
+    """The program with its inner functions numbered: their names are the code's."""
+    names = re.findall(r"func\.func private @(\w+)", text)
+    numbers = {name: f"@function_{i}" for i, name in enumerate(names)}
+    return re.sub(r"@(\w+)", lambda m: numbers.get(m[1], m[0]), text)
+
+
 def compare(before: pathlib.Path, after: pathlib.Path) -> list[str]:
     """Names of the files that only one folder has, or that differ."""
     names = {p.name for folder in (before, after) for p in folder.glob("*.mlir")}
 
-    def content(path: pathlib.Path) -> bytes | None:
-        return path.read_bytes() if path.exists() else None
+    def content(path: pathlib.Path) -> str | None:
+        return number_functions(path.read_text()) if path.exists() else None
 
     return sorted(n for n in names if content(before / n) != content(after / n))
 

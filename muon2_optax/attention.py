@@ -11,7 +11,7 @@ import optax
 
 from muon2_optax import dtypes, trees
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.orthogonalize import rules_or_default
+from muon2_optax.matrices import rules_or_default
 from muon2_optax.rules import MatrixRules
 
 # Query and key kernels under the names that model codes give them.

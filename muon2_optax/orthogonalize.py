@@ -3,12 +3,12 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, trees
-from muon2_optax.axes import MatrixAxes, ResolvedAxes
+from muon2_optax import dtypes
+from muon2_optax.axes import MatrixAxes
 from muon2_optax.execution import dispatch
+from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules import coefficients
 from muon2_optax.sharding import Shardings, checked
@@ -85,8 +85,7 @@ def newton_schulz_orthogonalize(
       ValueError: on update, a leaf that is not a matrix under ``rules``; route such
         leaves elsewhere with ``optax.partition({...}, rules.labels)``.
 
-    >>> import jax.numpy as jnp
-    >>> tx = newton_schulz_orthogonalize(ns_steps=5)
+    >>>     >>> tx = newton_schulz_orthogonalize(ns_steps=5)
     >>> updates, _ = tx.update({"w": jnp.eye(2) * 1e-20}, tx.init({"w": jnp.eye(2)}))
     >>> bool(jnp.allclose(updates["w"], jnp.eye(2), atol=0.32))
     True
@@ -99,60 +98,10 @@ def newton_schulz_orthogonalize(
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
-        names, axes, leaves = required_matrices(rules, updates)
-        done = iter(
-            dispatch.orthogonalize_leaves(
-                names, leaves, axes, plan, ns_dtype, shardings
-            )
+        names, axes, leaves, _, rebuild = flatten_matrices(rules, updates)
+        done = dispatch.orthogonalize_leaves(
+            names, leaves, axes, plan, ns_dtype, shardings
         )
-        return trees.map_leaves(lambda name, leaf: (next(done),), updates)[0]
+        return rebuild(done)[0]
 
     return optax.stateless(update_fn)
-
-
-def rules_or_default(rules: MatrixRules | None) -> MatrixRules:
-    """``MatrixRules()`` for None; anything else must be rules."""
-    if rules is None:
-        return MatrixRules()
-    if not isinstance(rules, MatrixRules):
-        raise TypeError(f"rules must be MatrixRules(...) or None, got {rules!r}")
-    return rules
-
-
-def require_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
-    """The axes of a leaf that must be a matrix.
-
-    Raises:
-      ValueError: it is not, under these rules.
-    """
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise TypeError(
-            f"{name!r} is {leaf.dtype}: matrices must be floating point; keep it out of"
-            " the optimizer with optax.masked, or give it the rule None"
-        )
-    axes = rules.resolve(name, leaf.shape)
-    if axes is None:
-        raise ValueError(
-            f"{name!r} of shape {tuple(leaf.shape)} is not a matrix under these rules; "
-            "send it elsewhere with optax.partition({'matrix': ..., 'adam': ...}, "
-            "rules.labels), or add a rule for it to MatrixRules and pass rules=... to"
-            " every transform of the chain"
-        )
-    return axes
-
-
-def required_matrices(
-    rules: MatrixRules, updates: optax.Updates, *states: Any
-) -> tuple[list[Any], ...]:
-    """Paths, axes and values of all leaves, each of which must be a matrix.
-
-    And the values of the states beside them.
-    """
-    rows: list[tuple[Any, ...]] = []
-
-    def collect(name: str, leaf: jax.Array, *beside: jax.Array) -> tuple[Any, ...]:
-        rows.append((name, require_matrix(rules, name, leaf), leaf, *beside))
-        return leaf, *beside
-
-    trees.map_leaves(collect, updates, *states)
-    return tuple(map(list, zip(*rows))) or ([],) * (3 + len(states))

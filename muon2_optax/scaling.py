@@ -13,7 +13,7 @@ import optax
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.axes import SHAPE_SCALES, ResolvedAxes, shape_factors
-from muon2_optax.orthogonalize import require_matrix, rules_or_default
+from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 

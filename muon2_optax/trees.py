@@ -102,8 +102,25 @@ def map_leaves(
 ) -> tuple[Any, ...]:
     """Maps ``fn(path, leaf, *state_leaves)``, which returns as many leaves as it takes.
 
-    Each result is put into the structure of the tree that its leaf came from, so a
-    boxed update comes back boxed while the state beside it may be bare.
+    Raises:
+      ValueError: the trees do not have the same leaves, under the same paths and in the
+        same order.
+    """
+    names, columns, rebuild = flatten_leaves(tree, *states)
+    results = [fn(*row) for row in zip(names, *columns)]
+    return rebuild(*zip(*results)) if results else rebuild(*columns)
+
+
+def flatten_leaves(
+    tree: Any, *states: Any
+) -> tuple[list[str], list[list[Any]], Callable[..., tuple[Any, ...]]]:
+    """The leaves of a tree and of the states beside it, and how to put them back.
+
+    Returns:
+      The paths, a list of leaves for each tree, and ``rebuild(*lists)``, which makes
+      trees of such lists. Each list gets the structure of its own tree, so a boxed
+      update comes back boxed while the state beside it may be bare. ``rebuild`` also
+      takes fewer lists, those of the first trees.
 
     Raises:
       ValueError: the trees do not have the same leaves, under the same paths and in the
@@ -115,10 +132,12 @@ def map_leaves(
         # Equal structures have equal paths, which take much longer to compare.
         if structure != flat[0][1]:
             _check_paths(tree, state)
-    rows = zip(*(map(_array, leaves) for leaves, _ in flat))
-    results = [fn(name, *row) for name, row in zip(names, rows)]
-    columns: Sequence[Any] = list(zip(*results)) if results else [()] * len(flat)
-    return tuple(d.unflatten(c) for (_, d), c in zip(flat, columns))
+    columns = [list(map(_array, leaves)) for leaves, _ in flat]
+
+    def rebuild(*lists: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(d.unflatten(leaves) for leaves, (_, d) in zip(lists, flat))
+
+    return names, columns, rebuild
 
 
 def _array(x: Any) -> Any:

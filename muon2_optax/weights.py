@@ -12,11 +12,7 @@ import optax
 from muon2_optax import moments, sharding, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products, on_sphere
-from muon2_optax.orthogonalize import (
-    require_matrix,
-    required_matrices,
-    rules_or_default,
-)
+from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
 
@@ -125,22 +121,21 @@ def hyperball(
                 " update(updates, state, params)"
             )
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        names, axes, us, radii = required_matrices(rules, updates, state.radius)
+        names, axes, us, (radii,), rebuild = flatten_matrices(
+            rules, updates, state.radius
+        )
         ws = [w for _, w in trees.named_leaves(params) if not trees.is_empty(w)]
         if len(ws) != len(us):
             raise ValueError(
                 f"the updates have {len(us)} leaves, but the parameters {len(ws)}"
             )
-        leaves = [on_sphere.Leaf(*row) for row in zip(names, axes, ws, us, radii)]
-        factors = iter(zip(leaves, on_sphere.factors(leaves, rate, shardings)))
-
-        def leaf(name: str, u: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x, (a, b) = next(factors)
-            return on_sphere.move(x.w, u, a, b, state.count, axes=x.axes), r
-
-        updates, radius = trees.map_leaves(leaf, updates, state.radius)
+        leaves = list(map(on_sphere.Leaf, names, axes, ws, us, radii))
+        moved = [
+            on_sphere.move(x.w, x.u, a, b, state.count, axes=x.axes)
+            for x, (a, b) in zip(leaves, on_sphere.factors(leaves, rate, shardings))
+        ]
         count = jnp.asarray(optax.safe_increment(state.count))
-        return updates, HyperballState(count, radius)
+        return rebuild(moved)[0], HyperballState(count, state.radius)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -1,7 +1,6 @@
 """Sums of squares along both axes in one pass: interpreted, and lowered for CUDA."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,12 @@ from matrices import normal32
 from meshes import AUTO, EXPLICIT, mesh_of, place
 
 import muon2_optax as m2
-from muon2_optax.execution import mean_squares
+from muon2_optax.execution import factored_moment, mean_squares
 from muon2_optax.kernels import hopper
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11"
 )
-
-# The package's attribute of this name is the optimizer.
-muon2_f = importlib.import_module("muon2_optax.optimizers.muon2_f")
 
 
 @pytest.fixture
@@ -120,14 +116,14 @@ def test_leaves_alike_run_together(
     shape, axes, nesterov, interpreted, as_for_cuda, monkeypatch
 ):
     """In stacks of two and one; what one of them holds does not reach the others."""
-    monkeypatch.setattr(muon2_f, "JOINED", 2)
-    stacked, sizes = muon2_f._stacked, []
+    monkeypatch.setattr(factored_moment, "JOINED", 2)
+    stacked, sizes = factored_moment._update_equal, []
 
     def counted(leaves, b2):
         sizes.append(len(leaves))
         return stacked(leaves, b2)
 
-    monkeypatch.setattr(muon2_f, "_stacked", counted)
+    monkeypatch.setattr(factored_moment, "_update_equal", counted)
     other = (*shape[:-2], 64, 32 * shape[-1])
     shapes = {f"w{i}": shape for i in range(5)} | {"w5": other, "w6": other}
     tx = _moments(axes, shapes, nesterov=nesterov)

@@ -8,16 +8,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
 from muon2_optax.arrays import tracing
+from muon2_optax.arrays.grouping import consecutive, even_size
 
 # Arrays that are joined before anything is done to them: from 11 on, XLA for GPUs
 # writes one element per thread, at a third of the bandwidth, and takes long to compile
 # what joins many.
 TOGETHER = 8
-
-
-def even(count: int, most: int) -> int:
-    """The size of groups, of no more than ``most``, that are as equal as can be."""
-    return -(-count // -(-count // most))
 
 
 def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
@@ -28,7 +24,7 @@ def joined(parts: Sequence[jax.Array]) -> list[jax.Array]:
     """
     if not parts:
         return []
-    size = even(len(parts), TOGETHER)
+    size = even_size(len(parts), TOGETHER)
     return [jnp.concatenate(parts[i : i + size]) for i in range(0, len(parts), size)]
 
 
@@ -89,7 +85,7 @@ def totals(parts: Sequence[jax.Array]) -> jax.Array:
     programs serve many.
     """
     sums = []
-    for few in tracing.alike(parts, lambda p: p.shape[1], lambda _: TOGETHER):
+    for few in consecutive(parts, lambda p: p.shape[1], lambda _: TOGETHER):
         sums.append(jnp.sum(jnp.concatenate(few), axis=1))
     return jnp.concatenate(sums)
 

@@ -7,15 +7,15 @@ programs are the same.
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from muon2_optax.arrays.grouping import consecutive
+
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 # Leaves in a call: of more, fewer models have a multiple, and fewer calls are the same.
 FEW = 8
@@ -52,21 +52,10 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
 
     @functools.wraps(fn)
     def call(*lists: Iterable[jax.Array], **kwargs: Any) -> list[R]:
-        groups = alike(zip(*lists, strict=True), kind, lambda _: FEW)
+        groups = consecutive(zip(*lists, strict=True), kind, lambda _: FEW)
         return [y for group in groups for y in together(*group, **kwargs)]
 
     return call
-
-
-def alike(
-    leaves: Iterable[T], kind: Callable[[T], Any], most: Callable[[Any], int]
-) -> list[list[T]]:
-    """Those in a row that are of one kind, at most ``most(kind)`` in a list."""
-    found: list[list[T]] = []
-    for key, run in itertools.groupby(leaves, kind):
-        row, size = list(run), most(key)
-        found += [row[i : i + size] for i in range(0, len(row), size)]
-    return found
 
 
 def _settings(fn: Callable[..., Any]) -> list[str]:

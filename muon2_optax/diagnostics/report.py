@@ -6,7 +6,8 @@ public too: spectra, ranks and cosine similarity of any matrices, scalar maps an
 convergence zones of any schedule.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from muon2_optax import moments, trees
 from muon2_optax.arrays import stacks
+from muon2_optax.arrays.grouping import grouped
 from muon2_optax.diagnostics import spectra
 from muon2_optax.diagnostics.spectra import (
     cosine_to_polar,
@@ -25,7 +27,8 @@ from muon2_optax.diagnostics.zones import (
     zone_fractions,
 )
 from muon2_optax.execution import on_device
-from muon2_optax.optimizers.muon2_f import FactorizedSecondMomentState, root_of_outer
+from muon2_optax.execution.factored_moment import root_of_outer
+from muon2_optax.optimizers.muon2_f import FactorizedSecondMomentState
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules import coefficients
 from muon2_optax.schedules.coefficients import Plan
@@ -136,18 +139,20 @@ def _map_by_shape(
     fn: Callable[[jax.Array], Any], inputs: dict[str, jax.Array]
 ) -> dict[str, Any]:
     """fn of each matrix of each stack, compiled once per shape, one after another."""
-    groups: dict[Any, list[str]] = {}
-    for name, x in inputs.items():
-        groups.setdefault((x.shape[-2:], x.dtype.name), []).append(name)
-    results = {}
-    for names in groups.values():
-        flat = stacks.as_parts([inputs[name] for name in names])
+
+    def key(x: jax.Array) -> Hashable:
+        return x.shape[-2:], x.dtype.name
+
+    def run(xs: list[jax.Array]) -> list[Any]:
+        flat = stacks.as_parts(xs)
         done = jax.lax.map(fn, jnp.concatenate(flat))
-        end = 0
-        for name, x in zip(names, flat):
-            start, end = end, end + len(x)
-            results[name] = _cut(done, start, end, inputs[name].shape[:-2])
-    return {name: results[name] for name in inputs}
+        ends = itertools.accumulate(map(len, flat))
+        return [
+            _cut(done, end - len(part), end, x.shape[:-2])
+            for x, part, end in zip(xs, flat, ends)
+        ]
+
+    return dict(zip(inputs, grouped(list(inputs.values()), key, run)))
 
 
 def _cut(tree: Any, start: int, end: int, batch: tuple[int, ...]) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from muon2_optax import operands
+from muon2_optax.arrays.grouping import grouped
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import on_device, on_mesh, transport
 from muon2_optax.kernels import hopper
@@ -45,12 +46,9 @@ def orthogonalize_leaves(
         members: Sequence[int], numbers: Sequence[jax.Array], *xs: jax.Array
     ) -> list[jax.Array]:
         blocks = [axes[i].to_blocks(x) for i, x in zip(members, xs)]
-        matrices = [b for leaf in blocks for b in leaf]
-        done = iter(by_shape(matrices, plan_with(numbers), ns_dtype))
-        return [
-            axes[i].from_blocks([next(done) for _ in b])
-            for i, b in zip(members, blocks)
-        ]
+        flat, structure = jax.tree.flatten(blocks)
+        blocks = structure.unflatten(by_shape(flat, plan_with(numbers), ns_dtype))
+        return [axes[i].from_blocks(b) for i, b in zip(members, blocks)]
 
     def by_compiler(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
         return automatic(functools.partial(in_place, members), xs, numbers)
@@ -85,16 +83,13 @@ def by_shape(
     matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any
 ) -> list[jax.Array]:
     """One batched iteration per shape (up to transposition) and dtype."""
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(matrices):
-        key = (tuple(sorted(x.shape[-2:])), jnp.dtype(x.dtype).name)
-        groups.setdefault(key, []).append(i)
-    results: list[Any] = [None] * len(matrices)
-    for members in groups.values():
-        batch = [matrices[i] for i in members]
-        for i, y in zip(members, on_device.orthogonalize(batch, plan, ns_dtype)):
-            results[i] = y
-    return results
+
+    def key(x: jax.Array) -> Hashable:
+        return tuple(sorted(x.shape[-2:])), jnp.dtype(x.dtype).name
+
+    return grouped(
+        matrices, key, lambda batch: on_device.orthogonalize(batch, plan, ns_dtype)
+    )
 
 
 def automatic(

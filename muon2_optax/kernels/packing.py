@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax.arrays import tracing
+from muon2_optax.arrays.grouping import consecutive
 from muon2_optax.arrays.stacks import rows_major
 from muon2_optax.kernels.symmetric import panels
 
@@ -107,7 +108,7 @@ def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
         few = max(1, min(TOGETHER, ENTRIES // math.prod(shape)))
         return turned if _tall(shape) else few
 
-    found = tracing.alike(members, lambda y: (y.shape, y.dtype), most)
+    found = consecutive(members, lambda y: (y.shape, y.dtype), most)
     counts = [sum(map(len, some)) for some in found]
     before = [jnp.int32(k) for k in itertools.accumulate(counts[:-1], initial=0)]
     starts = jax.lax.optimization_barrier(before)

@@ -3,7 +3,7 @@
 import math
 import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,12 @@ import optax
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.arrays import stacks
+from muon2_optax.arrays.grouping import grouped
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.iteration import adjoint, product
+from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.optimizers._routed import decayed, routed
-from muon2_optax.orthogonalize import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.static_arguments import check_static
@@ -110,28 +111,30 @@ def scale_by_low_rank_orthonormal(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
-        axes: list[ResolvedAxes] = []
-        triples: list[tuple[jax.Array, ...]] = []
-
-        def collect(name: str, *triple: jax.Array) -> tuple[jax.Array, ...]:
-            axes.append(matrix_axes(name, triple[0]))
-            triples.append(triple)
-            return triple
-
-        trees.map_leaves(collect, updates, state.mu, state.q)
-        flat = [x for triple in triples for x in triple]
+        names, lists, rebuild = trees.flatten_leaves(updates, state.mu, state.q)
+        axes = [matrix_axes(name, g) for name, g in zip(names, lists[0])]
+        # Leaf by leaf: the update, its momentum and its Q.
+        flat = [x for leaf in zip(*lists) for x in leaf]
 
         def run(settings: tuple[Any, Any], *xs: jax.Array) -> list[jax.Array]:
             return _run(axes, xs[0::3], xs[1::3], xs[2::3], *settings)
 
         done = dispatch.automatic(run, flat, (b1, eps))
-        results = iter(zip(done[0::3], done[1::3], done[2::3]))
-        updates, mu, q = trees.map_leaves(
-            lambda name, *triple: next(results), updates, state.mu, state.q
-        )
+        updates, mu, q = rebuild(done[0::3], done[1::3], done[2::3])
         return updates, LowRankState(mu, q)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+class _Leaf(NamedTuple):
+    """One leaf: its axes, gradient, momentum and Q, and what the iteration takes."""
+
+    axes: ResolvedAxes
+    g: jax.Array
+    mu: jax.Array
+    q: jax.Array
+    matrix: jax.Array  # B = M + G, (*batch, fan_in, fan_out)
+    factor: jax.Array  # Q in the dtype of B
 
 
 def _run(
@@ -143,31 +146,39 @@ def _run(
     eps: Any,
 ) -> list[jax.Array]:
     """All leaves, those of equal shapes as one batch: update, momentum, Q of each."""
-    groups: dict[Any, list[int]] = {}
-    matrices, factors = [], []
-    for i, (a, g, mu, q) in enumerate(zip(axes, gs, mus, qs)):
+    leaves = []
+    for a, g, mu, q in zip(axes, gs, mus, qs):
         wide = dtypes.compute_dtype(g.dtype)
-        matrices.append(a.to_blocks(mu.astype(wide) + g.astype(wide))[0])
-        factors.append(q.astype(wide))
-        key = (matrices[i].shape[-2:], q.shape[-2:], wide)
-        groups.setdefault(key, []).append(i)
-    results: list[Any] = [None] * (3 * len(gs))
-    for members in groups.values():
-        b, q = (
-            jnp.concatenate(stacks.as_parts([rows[i] for i in members]))
-            for rows in (matrices, factors)
+        matrix = a.to_blocks(mu.astype(wide) + g.astype(wide))[0]
+        leaves.append(_Leaf(a, g, mu, q, matrix, q.astype(wide)))
+
+    def key(x: _Leaf) -> Hashable:
+        return x.matrix.shape[-2:], x.q.shape[-2:], x.factor.dtype
+
+    done = grouped(leaves, key, lambda batch: _run_batch(batch, b1, eps))
+    return [x for triple in done for x in triple]
+
+
+def _run_batch(
+    leaves: Sequence[_Leaf], b1: Any, eps: Any
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Leaves of equal matrix shapes: update, momentum and Q of each."""
+    b = jnp.concatenate(stacks.as_parts([x.matrix for x in leaves]))
+    q = jnp.concatenate(stacks.as_parts([x.factor for x in leaves]))
+    ends = np.cumsum([math.prod(x.matrix.shape[:-2]) for x in leaves])[:-1]
+    parts = [jnp.split(y, ends) for y in _power_iteration(b, q, b1, eps)]
+    results = []
+    for x, update, rest, new_q in zip(leaves, *parts):
+        update, rest = (
+            x.axes.from_blocks([y.reshape(x.matrix.shape)]) for y in (update, rest)
         )
-        counts = [math.prod(matrices[i].shape[:-2]) for i in members]
-        parts = [
-            jnp.split(x, np.cumsum(counts)[:-1])
-            for x in _power_iteration(b, q, b1, eps)
-        ]
-        for i, update, rest, new_q in zip(members, *parts):
-            shape, a = matrices[i].shape, axes[i]
-            update, rest = (a.from_blocks([x.reshape(shape)]) for x in (update, rest))
-            results[3 * i] = dtypes.narrow(update, gs[i].dtype)
-            results[3 * i + 1] = dtypes.stored(rest, mus[i])
-            results[3 * i + 2] = new_q.reshape(qs[i].shape).astype(qs[i].dtype)
+        results.append(
+            (
+                dtypes.narrow(update, x.g.dtype),
+                dtypes.stored(rest, x.mu),
+                new_q.reshape(x.q.shape).astype(x.q.dtype),
+            )
+        )
     return results
 
 

@@ -4,13 +4,11 @@ from typing import Any
 
 import optax
 
+from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
-from muon2_optax.orthogonalize import (
-    newton_schulz_orthogonalize,
-    rules_or_default,
-)
+from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.sharding import Shardings

@@ -1,6 +1,5 @@
 """Muon^2-F: Muon^2 with the second moment factored (Algorithm 2)."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,25 +8,15 @@ import optax
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.arrays import tracing
-from muon2_optax.arrays.stacks import even
-from muon2_optax.axes import ResolvedAxes
-from muon2_optax.execution import mean_squares
+from muon2_optax.execution import factored_moment, mean_squares
+from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
-from muon2_optax.orthogonalize import (
-    newton_schulz_orthogonalize,
-    require_matrix,
-    required_matrices,
-    rules_or_default,
-)
+from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
-
-# Leaves whose statistics are joined: XLA fuses that for no more than about as many (96
-# operands, two for each).
-JOINED = 47
 
 
 class FactorizedSecondMomentState(NamedTuple):
@@ -112,20 +101,22 @@ def factorized_second_moment(
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
         scales = moments.corrections(b1, b2, count, nesterov, bias_correction)
-        columns = required_matrices(rules, updates, state.nu_row, state.nu_col)
-        leaves = [_Leaf(*row) for row in zip(*columns)]
-        moment = iter(_second_moments(leaves, b2, shardings))
-
-        def leaf(
-            name: str, g: jax.Array, mu: jax.Array, row: jax.Array, col: jax.Array
-        ) -> tuple[jax.Array, ...]:
-            r, c, root = next(moment)
-            update, m = _divided(g, mu, root, scales, b1=b1, eps=eps, nesterov=nesterov)
-            return update, m, r.astype(row.dtype), c.astype(col.dtype)
-
-        updates, mu, row, col = trees.map_leaves(
-            leaf, updates, state.mu, state.nu_row, state.nu_col
+        names, axes, gs, (mus, rows, cols), rebuild = flatten_matrices(
+            rules, updates, state.mu, state.nu_row, state.nu_col
         )
+        leaves = list(map(factored_moment.Leaf, names, axes, gs, rows, cols))
+        second = factored_moment.update_moments(leaves, b2, shardings)
+
+        def leaf(x: Any, mu: jax.Array, moment: Any) -> tuple[jax.Array, ...]:
+            r, c, root = moment
+            update, m = _divided(
+                x.g, mu, root, scales, b1=b1, eps=eps, nesterov=nesterov
+            )
+            return update, m, r.astype(x.row.dtype), c.astype(x.col.dtype)
+
+        done = list(map(leaf, leaves, mus, second))
+        lists = zip(*done) if done else ([],) * 4
+        updates, mu, row, col = rebuild(*lists)
         return updates, FactorizedSecondMomentState(count, mu, row, col)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -149,85 +140,6 @@ def _divided(
     numerator = moments.scaled(numerator, scales[0])
     update = roots.divide(numerator, moments.divisor(root, eps))
     return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
-
-
-class _Leaf(NamedTuple):
-    name: str
-    axes: ResolvedAxes
-    g: jax.Array
-    row: jax.Array
-    col: jax.Array
-
-
-def _second_moments(
-    leaves: Sequence[_Leaf], b2: Any, shardings: Shardings | None
-) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Of every leaf the new r and c, and ``root_of_outer`` of them."""
-    done: list[Any] = [None] * len(leaves)
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        place = sharding.placement(x.name, x.g, shardings)
-        whole = place is None and sharding.undivided(x.g, shardings)
-        if mean_squares.in_stacks(x.g, x.axes, whole):
-            # Types tell over which axes of a shard_map leaves vary.
-            key = (*map(jax.typeof, (x.g, x.row, x.col)), x.axes)
-            groups.setdefault(key, []).append(i)
-        else:
-            row, col = mean_squares.of_squares(x.g, x.axes, place, whole)
-            r, c = moments.average(x.row, row, b2), moments.average(x.col, col, b2)
-            done[i] = r, c, root_of_outer(r, c, x.axes)
-    for group in groups.values():
-        size = even(len(group), JOINED)
-        for low in range(0, len(group), size):
-            some = group[low : low + size]
-            for i, found in zip(some, _stacked([leaves[i] for i in some], b2)):
-                done[i] = found
-    return done
-
-
-def _stacked(
-    leaves: Sequence[_Leaf], b2: Any
-) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """The same for leaves alike, in a few programs for all: each takes a GPU
-    microseconds to start, and one leaf's statistics keep few multiprocessors busy."""
-    axes = leaves[0].axes
-    news = mean_squares.of_alike([x.g for x in leaves], axes)
-    olds = jnp.stack([x.row for x in leaves]), jnp.stack([x.col for x in leaves])
-    r, c = (moments.average(old, new, b2) for old, new in zip(olds, news))
-    factors = jax.vmap(lambda r, c: root_factors(r, c, axes))(r, c)
-    # Behind barriers, and at places that XLA does not know: it would cut the stacks
-    # into leaves again, with programs for each, and make passes over several leaves of
-    # those that share a stack.
-    stacks = jax.lax.optimization_barrier((r, c, *factors))
-    places = jax.lax.optimization_barrier([jnp.int32(k) for k in range(len(leaves))])
-    parts = jax.lax.optimization_barrier([
-        [jax.lax.dynamic_index_in_dim(s, k, keepdims=False) for s in stacks]
-        for k in places
-    ])  # fmt: skip
-    return [(r, c, along * across) for r, c, along, across in parts]
-
-
-def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """sqrt(r c^T / mean(r)), broadcastable to the parameter, without 0/0 or r c^T.
-
-    The product of r and c would leave the range long before its root does.
-    """
-    along, across = root_factors(row, col, axes)
-    return along * across
-
-
-def root_factors(
-    row: jax.Array, col: jax.Array, axes: ResolvedAxes
-) -> tuple[jax.Array, jax.Array]:
-    """sqrt(r) and sqrt(c / mean(r)), each broadcastable to the parameter."""
-    blocks = len(axes.splits)
-    rows = [row] if blocks == 1 else [row[..., k] for k in range(blocks)]
-    rows = [jnp.expand_dims(r, axes.outs) for r in rows]
-    # Divided before it is summed, as everywhere here.
-    means = [jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True) for r in rows]
-    mean = jnp.maximum(axes.by_block(means), jnp.finfo(row.dtype).tiny)
-    share = roots.sqrt(roots.divide(jnp.expand_dims(col, axes.ins), mean))
-    return axes.by_block([roots.sqrt(r) for r in rows]), share
 
 
 def muon2_f(

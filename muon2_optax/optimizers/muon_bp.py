@@ -7,17 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.execution import dispatch
+from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
-from muon2_optax.orthogonalize import (
-    newton_schulz_orthogonalize,
-    required_matrices,
-    rules_or_default,
-)
+from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.static_arguments import check_static
@@ -109,13 +105,12 @@ def in_blocks(
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
 
-        _, axes, leaves = required_matrices(rules, updates)
+        _, axes, leaves, _, rebuild = flatten_matrices(rules, updates)
 
         def on_grid(_: Any, *xs: jax.Array) -> list[jax.Array]:
             return _on_grid(xs, axes, grid, inner)
 
-        done = iter(dispatch.automatic(on_grid, leaves))
-        return trees.map_leaves(lambda name, u: (next(done),), updates)[0]
+        return rebuild(dispatch.automatic(on_grid, leaves))[0]
 
     return optax.stateless(update_fn)
 
@@ -128,9 +123,9 @@ def _on_grid(
 ) -> list[jax.Array]:
     """All blocks of all leaves in one update, so that equal ones run together."""
     matrices = [a.to_blocks(x) for a, x in zip(axes, xs)]
-    cuts = [_cut(m, grid) for leaf in matrices for m in leaf]
-    done = iter(jax.tree.leaves(inner.update(cuts, inner.init(cuts))[0]))
-    joined = [[_join(next(done), m.shape) for m in leaf] for leaf in matrices]
+    cuts = jax.tree.map(lambda m: _cut(m, grid), matrices)
+    done, _ = inner.update(cuts, inner.init(cuts))
+    joined = jax.tree.map(lambda y, m: _join(y, m.shape), done, matrices)
     return [a.from_blocks(blocks) for a, blocks in zip(axes, joined)]
 
 

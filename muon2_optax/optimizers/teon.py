@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muon2_optax import dtypes, operands, trees
+from muon2_optax import dtypes, operands
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
+from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
-from muon2_optax.orthogonalize import required_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules import coefficients
@@ -68,27 +68,27 @@ def orthogonalize_jointly(
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
-        names, axes, leaves = required_matrices(rules, updates)
+        names, axes, leaves, _, rebuild = flatten_matrices(rules, updates)
         kinds = _kinds(names, axes, leaves, joint)
 
         def run(numbers: Sequence[jax.Array], *xs: jax.Array) -> list[jax.Array]:
             blocks = [a.to_blocks(x) for a, x in zip(axes, xs)]
-            pool: list[jax.Array] = []
-            for members, joined in kinds:
-                pool += _pooled(
-                    [blocks[i] for i in members], group_size if joined else 1
-                )
-            done = iter(dispatch.by_shape(pool, plan_with(numbers), ns_dtype))
-            for members, joined in kinds:
-                results = _unpooled(
-                    done, [blocks[i] for i in members], group_size if joined else 1
-                )
+            together = [
+                _pooled([blocks[i] for i in members], group_size if joined else 1)
+                for members, joined in kinds
+            ]
+            flat, structure = jax.tree.flatten(together)
+            together = structure.unflatten(
+                dispatch.by_shape(flat, plan_with(numbers), ns_dtype)
+            )
+            for (members, joined), done in zip(kinds, together):
+                alone = [blocks[i] for i in members]
+                results = _unpooled(done, alone, group_size if joined else 1)
                 for i, result in zip(members, results):
                     blocks[i] = result
             return [a.from_blocks(b) for a, b in zip(axes, blocks)]
 
-        done = iter(dispatch.automatic(run, leaves, numbers))
-        return trees.map_leaves(lambda name, leaf: (next(done),), updates)[0]
+        return rebuild(dispatch.automatic(run, leaves, numbers))[0]
 
     return optax.stateless(update_fn)
 
@@ -122,15 +122,14 @@ def _pooled(kind: list[list[jax.Array]], size: int) -> list[jax.Array]:
 
 
 def _unpooled(
-    done: Iterator[jax.Array], kind: list[list[jax.Array]], size: int
+    done: list[jax.Array], kind: list[list[jax.Array]], size: int
 ) -> list[list[jax.Array]]:
-    """Takes from ``done`` what ``_pooled`` gave for one kind, in the leaves' shapes."""
+    """Inverse of ``_pooled``: its matrices as blocks of the leaves of one kind."""
     if size == 1:
-        return [[next(done) for _ in leaf] for leaf in kind]
+        return jax.tree.unflatten(jax.tree.structure(kind), done)
     columns = []
-    for parts in zip(*kind):
+    for parts, joined, alone in zip(zip(*kind), done[::2], done[1::2]):
         m, n = parts[0].shape[-2:]
-        joined, alone = next(done), next(done)
         stack = jnp.concatenate([joined.reshape(-1, m, n), alone])
         counts = [p.size // (m * n) for p in parts]
         pieces = jnp.split(stack, np.cumsum(counts)[:-1])

@@ -1,0 +1,119 @@
+"""The factored second moment of all leaves: averages r and c, and the root of V-hat."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from muon2_optax import moments, roots, sharding
+from muon2_optax.arrays.grouping import even_size, grouped
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.execution import mean_squares
+from muon2_optax.sharding import Shardings
+
+# Leaves whose statistics are joined: XLA fuses that for no more than about as many (96
+# operands, two for each).
+JOINED = 47
+
+
+class Leaf(NamedTuple):
+    """A leaf of the updates, the axes of its matrices, and its averages r and c."""
+
+    name: str
+    axes: ResolvedAxes
+    g: jax.Array
+    row: jax.Array
+    col: jax.Array
+
+
+class Moment(NamedTuple):
+    """The new averages, and the root of V-hat = r c^T / mean(r).
+
+    The root has as many axes as the leaf, and broadcasts to its shape.
+    """
+
+    row: jax.Array
+    col: jax.Array
+    root: jax.Array
+
+
+def update_moments(
+    leaves: Sequence[Leaf], b2: Any, shardings: Shardings | None
+) -> list[Moment]:
+    """Averages the squared gradients of every leaf into r and c.
+
+    Small programs keep few of a GPU's multiprocessors busy, and each takes microseconds
+    to start. So the statistics of equal leaves run together where the kernel computes
+    them and all are on one device.
+    """
+    places = [sharding.placement(x.name, x.g, shardings) for x in leaves]
+    wholes = [
+        place is None and sharding.undivided(x.g, shardings)
+        for x, place in zip(leaves, places)
+    ]
+
+    def key(i: int) -> Hashable:
+        x = leaves[i]
+        if not mean_squares.in_stacks(x.g, x.axes, wholes[i]):
+            return i
+        # Types tell over which axes of a shard_map leaves vary.
+        return *map(jax.typeof, (x.g, x.row, x.col)), x.axes
+
+    def run(members: list[int]) -> list[Moment]:
+        x = leaves[members[0]]
+        if not mean_squares.in_stacks(x.g, x.axes, wholes[members[0]]):
+            return [_update_one(x, b2, places[members[0]], wholes[members[0]])]
+        size = even_size(len(members), JOINED)
+        few = (members[i : i + size] for i in range(0, len(members), size))
+        return [y for some in few for y in _update_equal([leaves[i] for i in some], b2)]
+
+    return grouped(range(len(leaves)), key, run)
+
+
+def _update_one(x: Leaf, b2: Any, place: Any, whole: bool) -> Moment:
+    row, col = mean_squares.of_squares(x.g, x.axes, place, whole)
+    r, c = moments.average(x.row, row, b2), moments.average(x.col, col, b2)
+    return Moment(r, c, root_of_outer(r, c, x.axes))
+
+
+def _update_equal(leaves: Sequence[Leaf], b2: Any) -> list[Moment]:
+    """As ``_update_one``, for leaves of equal shapes and dtypes, in stacks."""
+    axes = leaves[0].axes
+    news = mean_squares.of_alike([x.g for x in leaves], axes)
+    olds = jnp.stack([x.row for x in leaves]), jnp.stack([x.col for x in leaves])
+    r, c = (moments.average(old, new, b2) for old, new in zip(olds, news))
+    factors = jax.vmap(lambda r, c: root_factors(r, c, axes))(r, c)
+    # Behind barriers, and at places that XLA does not know: it would cut the stacks
+    # into leaves again, with programs for each, and make passes over several leaves of
+    # those that share a stack.
+    stacks = jax.lax.optimization_barrier((r, c, *factors))
+    places = jax.lax.optimization_barrier([jnp.int32(k) for k in range(len(leaves))])
+    parts = jax.lax.optimization_barrier([
+        [jax.lax.dynamic_index_in_dim(s, k, keepdims=False) for s in stacks]
+        for k in places
+    ])  # fmt: skip
+    return [Moment(r, c, along * across) for r, c, along, across in parts]
+
+
+def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:
+    """sqrt(r c^T / mean(r)), broadcastable to the parameter, without 0/0 or r c^T.
+
+    The product of r and c would leave the range long before its root does.
+    """
+    along, across = root_factors(row, col, axes)
+    return along * across
+
+
+def root_factors(
+    row: jax.Array, col: jax.Array, axes: ResolvedAxes
+) -> tuple[jax.Array, jax.Array]:
+    """sqrt(r) and sqrt(c / mean(r)), each broadcastable to the parameter."""
+    blocks = len(axes.splits)
+    rows = [row] if blocks == 1 else [row[..., k] for k in range(blocks)]
+    rows = [jnp.expand_dims(r, axes.outs) for r in rows]
+    # Divided before it is summed, as everywhere here.
+    means = [jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True) for r in rows]
+    mean = jnp.maximum(axes.by_block(means), jnp.finfo(row.dtype).tiny)
+    share = roots.sqrt(roots.divide(jnp.expand_dims(col, axes.ins), mean))
+    return axes.by_block([roots.sqrt(r) for r in rows]), share
