@@ -1,4 +1,7 @@
-"""The steps of a Newton-Schulz iteration, standard and in Gram form: pure functions."""
+"""Newton-Schulz iterations, the mathematics: normalization and steps.
+
+Pure functions on stacks (..., m, n). The steps have a standard form and a Gram form.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes
-from muon2_optax.schedules.coefficients import AOL, Plan
+from muon2_optax import dtypes, roots
+from muon2_optax.schedules.coefficients import AOL, Frobenius, Normalization, Plan
 
 # From this ratio of the sides on, iterating on the small Gram matrix takes fewer
 # operations than iterating on X: (10 K - 10 + 4 r) m^3 against K (4 r + 2) m^3.
@@ -17,6 +20,41 @@ GRAM_ASPECT = 1.5
 # by a^2. A fresh X X^T is taken before they grow by more than this: three steps of
 # Keller's triple (11.9^2 = 141), two of the steeper schedules.
 GRAM_GROWTH = 150.0
+
+
+def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
+    """Divides each matrix by its norm, for magnitudes from 1e-38 to 1e38 in float32.
+
+    The largest magnitude is divided out first: a square of the result can neither
+    overflow nor, where it matters, underflow.
+
+    Returns:
+      The result, at least float32, and AOL's eps in its units, (..., 1, 1).
+    """
+    x = x.astype(dtypes.compute_dtype(x.dtype))
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
+    # A zero matrix is divided by infinity, which makes its derivative 0 as well.
+    largest = jnp.where(largest == 0, jnp.inf, largest)
+    # XLA divides by multiplying with the reciprocal, which is flushed to zero for the
+    # largest numbers; a power of two first brings them down exactly.
+    down = jnp.where(largest > 1e30, 2.0**-64, 1).astype(largest.dtype)
+    x = (x * down) / (largest * down)
+    square = dtypes.squared_magnitude(x)
+    norm = roots.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
+    if isinstance(how, AOL):
+        norm = jnp.where(norm == 0, 1, norm)
+        root = how.eps**0.5 / largest / norm
+        return x / norm, root * root
+    norm = frobenius_divisor(norm, how, largest)
+    return x / jnp.where(norm == 0, 1, norm), jnp.zeros_like(norm)
+
+
+def frobenius_divisor(norm: jax.Array, how: Frobenius, unit: Any = 1) -> jax.Array:
+    """What matrices of these norms are divided by, both in units of ``unit``.
+
+    0 for a zero matrix under ``Frobenius()``.
+    """
+    return jnp.maximum(how.factor * norm + how.eps / unit, how.floor / unit)
 
 
 def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
@@ -29,7 +67,7 @@ def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
         x, gram = _almost_orthogonal(x, floor)
     if not plan.static:
         return _dynamic(x, plan)
-    for rows in runs(plan, m, n, x.dtype):
+    for rows in gram_runs(plan, m, n, x.dtype):
         gram = product(x, adjoint(x)) if gram is None else gram
         x = _step(x, gram, *rows[0]) if len(rows) == 1 else _gram(x, gram, rows)
         gram = None
@@ -46,15 +84,18 @@ def _almost_orthogonal(x: jax.Array, floor: jax.Array) -> tuple[jax.Array, jax.A
     return (scale * x.astype(wide)).astype(x.dtype), gram.astype(x.dtype)
 
 
-def runs(plan: Plan, m: int, n: int, dtype: jnp.dtype) -> list[list[Any]]:
-    """The steps, in runs that go through one Gram matrix."""
+def gram_runs(plan: Plan, m: int, n: int, dtype: jnp.dtype) -> list[list[Any]]:
+    """The steps' triples, in runs that each start from a fresh Gram matrix X X^H.
+
+    A run of one step is in standard form, a longer one in Gram form.
+    """
     # bfloat16 keeps 8 bits: accumulating the factor loses more than it saves there.
     wide = n >= GRAM_ASPECT * m and dtype != jnp.bfloat16
-    return _gram_runs(plan.rows) if wide else [[row] for row in plan.rows]
+    return _split_runs(plan.rows) if wide else [[row] for row in plan.rows]
 
 
-def _gram_runs(rows: Sequence[Any]) -> list[list[Any]]:
-    """Splits the steps into runs that one Gram matrix can carry."""
+def _split_runs(rows: Sequence[Any]) -> list[list[Any]]:
+    """Starts a new run before rounding errors have grown by ``GRAM_GROWTH``."""
     done: list[list[Any]] = []
     growth = math.inf
     for row, before in zip(rows, [None, *rows]):

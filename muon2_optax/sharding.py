@@ -1,6 +1,7 @@
 """Where parameters live: mesh and PartitionSpec, as far as tracing knows them."""
 
 import dataclasses
+import enum
 import functools
 import math
 from typing import Any
@@ -120,40 +121,86 @@ def checked(shardings: Any) -> Shardings | None:
     return shardings
 
 
+class Where(enum.Enum):
+    """What is known of the device that a leaf lives on, see ``Location``."""
+
+    ONE_DEVICE = "whole, on one device"
+    SHARD_MAP = "a local part, inside jax.shard_map"
+    MESH = "on a mesh of several devices"
+    UNKNOWN = "on Auto axes without Shardings, or on axes some of which are Manual"
+
+
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """One leaf on a mesh: its spec, and per dimension the axes that do divide it."""
+class Location:
+    """Where one leaf lives, as far as tracing knows.
 
-    mesh: Any
-    spec: PartitionSpec
-    dims: tuple[Axes, ...]
+    Attributes:
+      where: which of the four cases it is. Inside ``jax.shard_map`` what a leaf shows
+        is local, and whole as far as the optimizer is concerned.
+      mesh: of a leaf on a mesh; None in the other cases.
+      spec: its PartitionSpec there.
+      dims: for each of its dimensions the mesh axes that do divide it; axes of size 1
+        are left out. A replicated leaf has none.
+    """
 
-    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of each device's part of a leaf."""
+    where: Where
+    mesh: Any = None
+    spec: PartitionSpec = PartitionSpec()
+    dims: tuple[Axes, ...] = ()
+
+    @property
+    def on_mesh(self) -> bool:
+        return self.where is Where.MESH
+
+    @property
+    def undivided(self) -> bool:
+        """Whether XLA leaves what is done to the leaf on one device."""
+        return self.where in (Where.ONE_DEVICE, Where.SHARD_MAP)
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each device's part of the leaf on a mesh, else ``shape``."""
+        if not self.on_mesh:
+            return shape
         sizes = (math.prod(self.mesh.shape[a] for a in axes) for axes in self.dims)
         return tuple(n // size for n, size in zip(shape, sizes))
 
+    def reshapable(self, x: Any) -> tuple[int | None, ...]:
+        """The sizes of the dimensions on each device, where they may be reshaped there.
 
-def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | None:
-    """Where a leaf lives; None where it is whole on one device, or not known.
+        None where tracing does not know the size, and where an Explicit axis divides
+        the dimension.
+        """
+        if not self.on_mesh:
+            return x.shape if self.undivided else (None,) * x.ndim
+        mesh = typed_mesh(x)
+        explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+        sizes = zip(self.local_shape(x.shape), self.dims)
+        return tuple(None if explicit and axes else n for n, axes in sizes)
 
-    Not known are leaves on Auto axes without ``shardings``. Inside ``jax.shard_map``
-    what a leaf shows is local, and whole as far as the optimizer is concerned.
+
+def locate(name: str, x: Any, shardings: Shardings | None = None) -> Location:
+    """Where a leaf lives: from its type, or on Auto axes from the ``shardings``.
+
+    Raises:
+      ValueError: the shardings do not know ``name``, or do not fit the leaf's shape.
     """
-    mesh, sharding = typed_mesh(x), jax.typeof(x).sharding
-    types = () if mesh is None else mesh.axis_types
+    mesh = typed_mesh(x)
+    # Inside jax.shard_map, values that do not depend on a parameter may name no mesh.
+    types = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_types
     if AxisType.Manual in types:
-        return None
-    if types and all(t == AxisType.Explicit for t in types):
-        spec = sharding.spec
+        local = all(t == AxisType.Manual for t in types)
+        return Location(Where.SHARD_MAP if local else Where.UNKNOWN)
+    if mesh is not None and all(t == AxisType.Explicit for t in types):
+        spec = jax.typeof(x).sharding.spec
         if not isinstance(x, jax.core.Tracer):
             mesh = x.sharding.mesh
     elif shardings is not None:
         mesh, spec = shardings.auto_mesh, shardings.spec(name)
     else:
-        return None
+        alone = jax.device_count() == 1 if mesh is None else mesh.size == 1
+        return Location(Where.ONE_DEVICE if alone else Where.UNKNOWN)
     if mesh.size == 1:
-        return None
+        return Location(Where.ONE_DEVICE)
     entries = tuple(spec) + (None,) * (x.ndim - len(spec))
     named = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
     parts = [math.prod(mesh.shape[a] for a in axes) for axes in named]
@@ -162,47 +209,8 @@ def placement(name: str, x: Any, shardings: Shardings | None) -> Placement | Non
             f"{name!r} of shape {tuple(x.shape)} cannot be divided as {spec}; the "
             "Shardings were read from other parameters"
         )
-    # Axes of size 1 divide nothing.
     dims = tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in named)
-    return Placement(mesh, spec, dims)
-
-
-def undivided(x: Any, shardings: Shardings | None) -> bool:
-    """Whether XLA leaves what is done to a leaf on one device.
-
-    So it is inside ``jax.shard_map``, on a machine of one device, and where the leaf is
-    known to live on one.
-    """
-    mesh = typed_mesh(x)
-    types = () if mesh is None else mesh.axis_types
-    manual = bool(types) and all(t == AxisType.Manual for t in types)
-    alone = mesh is None and jax.device_count() == 1
-    return manual or on_one_device(x, shardings) or alone
-
-
-def on_one_device(x: Any, shardings: Shardings | None) -> bool:
-    """Whether a leaf is known to live on one device, whatever else the machine has."""
-    mesh = typed_mesh(x)
-    if mesh is not None and AxisType.Manual in mesh.axis_types:
-        return False
-    known = mesh or (shardings.mesh if shardings is not None else None)
-    return known is not None and known.size == 1
-
-
-def local_shape(x: Any, place: Placement | None, whole: bool) -> tuple[int | None, ...]:
-    """The sizes of the dimensions on each device, where they may be reshaped there.
-
-    None where tracing does not know it, and where an Explicit axis divides it. A leaf
-    without a place is known if it is ``whole``, that is ``undivided``.
-    """
-    if place is None:
-        return x.shape if whole else (None,) * x.ndim
-    mesh = typed_mesh(x)
-    types = () if mesh is None else mesh.axis_types
-    return tuple(
-        None if AxisType.Explicit in types and axes else n
-        for n, axes in zip(place.local(x.shape), place.dims)
-    )
+    return Location(Where.MESH, mesh, spec, dims)
 
 
 def typed_mesh(x: Any) -> Any:

@@ -10,10 +10,10 @@ from muon2_optax import trees
 from muon2_optax.sharding import Shardings, typed_mesh
 
 
-def settled(
+def init_in_place(
     init: Callable[[Any], Any], params: Any, shardings: Shardings | None
 ) -> Any:
-    """``init(params)`` with every leaf of the state where the updates will keep it.
+    """Makes ``init(params)``, every leaf of it where the updates will keep it.
 
     Zeros do not depend on the parameters: under ``jax.jit`` on Auto axes all of a state
     would be made on the first device. Outside, only counters are on no mesh; a jitted

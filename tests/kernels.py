@@ -7,7 +7,7 @@ import pytest
 import reference
 from matrices import normal
 
-from muon2_optax.kernels import hopper, symmetric
+from muon2_optax.kernels import symmetric
 from muon2_optax.schedules import coefficients
 
 PLAN = coefficients.resolve("keller", 3)
@@ -66,22 +66,22 @@ def _product(
     return _computed(out.astype(a.dtype), members)
 
 
-def _added(
-    p, x, *, pieces=None, members=None, columns=None, tiles=None, interpret=None
+def _add_product(
+    p, x, *, shards=None, members=None, columns=None, tiles=None, interpret=None
 ):
     whole = _whole(x, columns).astype(jnp.float32)
     p = p[: len(whole)].astype(jnp.float32)
     out = whole + jnp.matmul(p, whole, precision="highest")
     out = _computed(out.astype(x.dtype), members)
-    if pieces is not None:
-        return reference.in_pieces(out, *pieces)
+    if shards is not None:
+        return reference.in_pieces(out, *shards)
     out = out.reshape(*out.shape[:2], -1, x.shape[-1])
     out = jnp.swapaxes(out, 1, 2).reshape(-1, *x.shape[1:])
     behind = [(0, len(x) - len(out)), (0, 0), (0, 0)]
     return jnp.pad(out, behind, constant_values=jnp.nan)
 
 
-# The names of fixtures differ from the functions', which modules import, so that the
+# The fixture's name differs from the function's, which modules import, so that the
 # tests' arguments do not shadow imports.
 @pytest.fixture(name="emulated")
 def emulated_products(monkeypatch):
@@ -91,15 +91,4 @@ def emulated_products(monkeypatch):
     # What is not written must not be used.
     monkeypatch.setattr(jax.lax, "empty", empty)
     monkeypatch.setattr(symmetric, "product", _product)
-    monkeypatch.setattr(symmetric, "added", _added)
-
-
-@pytest.fixture(name="on_hopper")
-def hopper_branch():
-    """As in the branch of a program that Hopper GPUs run."""
-    token = hopper._cuda.set(True)
-    try:
-        with hopper.kernels(True):
-            yield
-    finally:
-        hopper._cuda.reset(token)
+    monkeypatch.setattr(symmetric, "add_product", _add_product)

@@ -87,7 +87,7 @@ def test_added(side, pieces):
     m, n = 4 * side * down, 704 * right
     p, x = normal32((5, m, m)) / m, normal32((5, m, n), 1)
     half = [jnp.asarray(v, jnp.float16) for v in (p, x)]
-    got = symmetric.added(*half, pieces=pieces, tiles=tiles)
+    got = symmetric.add_product(*half, shards=pieces, tiles=tiles)
     p, x = (np.asarray(v, np.float64) for v in half)
     want = x + p @ x
     if pieces:

@@ -10,9 +10,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernels import PLAN, hopper_branch, needs_kernel  # noqa: F401
+from kernels import PLAN, needs_kernel  # noqa: F401
 
 import muon2_optax as m2
+from muon2_optax.arrays import limits
 from muon2_optax.execution import on_device
 from muon2_optax.kernels import hopper
 from muon2_optax.schedules import coefficients
@@ -112,15 +113,15 @@ def test_is_off_without_a_hopper_gpu():
         assert not hopper.available()
 
 
-def test_stacks_are_bounded_and_alike(on_hopper):
+def test_stacks_are_bounded_and_alike():
     half = jnp.dtype(jnp.float16)
-    size = functools.partial(hopper.chunk_size, plan=PLAN, dtype=half)
+    size = functools.partial(hopper.stack_size, plan=PLAN, dtype=half)
     # Matrices of the same m share their kernels.
     assert size(72, (2048, 5472)) == size(96, (2048, 2048)) == (33, 33)
     few = [size(n, (2048, 2048)).panels for n in (4, 5, 7, 9, 13, 17)]
     assert few == [4, 8, 8, 16, 16, 33]
     aol = coefficients.resolve("turbo", 3)
-    assert hopper.chunk_size(72, (2048, 5472), aol, half) is None
+    assert hopper.stack_size(72, (2048, 5472), aol, half) is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_stacks_are_bounded_and_alike(on_hopper):
 def test_stacks_leave_few_multiprocessors_idle(most, m, size):
     """20 x 36 squares of 256 take the 66 clusters of two 11 rounds, 22 take 12; 31 x 21
     squares of 128 take the 132 multiprocessors 5, 32 would take 6."""
-    assert hopper.fullest(most, m) == size
+    assert hopper.cheapest(most, m) == size
 
 
 @pytest.mark.parametrize(
@@ -154,21 +155,21 @@ def test_stacks_leave_few_multiprocessors_idle(most, m, size):
         (24, 16384, 65536, (4, 1)),
     ],
 )
-def test_stacks_hold_whole_matrices(count, m, n, size, on_hopper):
-    assert hopper.chunk_size(count, (m, n), PLAN, jnp.dtype(jnp.float16)) == size
+def test_stacks_hold_whole_matrices(count, m, n, size):
+    assert hopper.stack_size(count, (m, n), PLAN, jnp.dtype(jnp.float16)) == size
 
 
 @pytest.mark.parametrize("m", range(768, 8193, 128))
 @pytest.mark.parametrize("ratio", [1, 1.25, 2, 8 / 3, 3.5, 4, 7.5])
-def test_stacks_are_filled_and_bounded(m, ratio, on_hopper):
+def test_stacks_are_filled_and_bounded(m, ratio):
     n, room = int(m * ratio), 1.4e9 / (2 * m * m)
     each = -(-n // m)
-    stack = hopper.chunk_size(200, (m, n), PLAN, jnp.dtype(jnp.float16))
+    stack = hopper.stack_size(200, (m, n), PLAN, jnp.dtype(jnp.float16))
     members = stack.panels // each
     assert members == 1 or stack.panels + 4 * stack.grams <= room
     assert members * each >= 0.9 * stack.panels and stack.grams >= members
     # No cheaper with as many at once as find room beside four panels.
-    most = max(1, min(hopper.JOINED, int(room / (4 + max(4, each)))))
+    most = max(1, min(limits.MATRICES_IN_STACK, int(room / (4 + max(4, each)))))
     best = min(hopper.cost(k, m) for k in range(most, most // 2, -1))
     assert hopper.cost(members, m) <= 1.05 * best
 
@@ -177,6 +178,7 @@ KERNELS = """
 import sys
 import jax, jax.numpy as jnp
 from muon2_optax.schedules import coefficients
+from muon2_optax.arrays import limits
 from muon2_optax.kernels import hopper
 from muon2_optax.execution import on_device
 

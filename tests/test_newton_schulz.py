@@ -14,6 +14,7 @@ from reference import KELLER, relative_error
 
 import muon2_optax as m2
 from muon2_optax import iteration
+from muon2_optax.arrays import limits
 from muon2_optax.execution import on_device
 from muon2_optax.schedules import coefficients
 
@@ -191,7 +192,7 @@ def test_the_normalization_may_hold_arrays():
 
     def total(eps):
         how = coefficients.Frobenius(eps=eps)
-        return jnp.sum(on_device.normalize(x, how)[0] ** 2)
+        return jnp.sum(iteration.normalize(x, how)[0] ** 2)
 
     norm = float(jnp.linalg.norm(x))
     for eps in (np.asarray(0.5), jnp.float32(0.5)):
@@ -200,11 +201,10 @@ def test_the_normalization_may_hold_arrays():
     np.testing.assert_allclose(jax.jit(jax.grad(total))(0.5), want, rtol=1e-5)
 
 
-def test_lots_bound_the_memory_and_keep_the_values(monkeypatch):
+def test_chunks_bound_the_memory_and_keep_the_values(monkeypatch):
     """Stacks, tall leaves and lone matrices, cut anywhere, against float64."""
-    monkeypatch.setattr(
-        on_device, "LOT", 3 * 16 * 32 * 4
-    )  # three of thirteen at a time
+    # Three of thirteen at a time.
+    monkeypatch.setattr(limits, "BYTES_ON_DEVICE", 3 * 16 * 32 * 4)
     shapes = [(5, 16, 32), (32, 16), (0, 16, 32), (2, 3, 16, 32), (16, 32), (0, 32, 16)]
     xs = [
         jnp.asarray(normal(shape, seed), jnp.float32)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from kernels import emulated_products, equations, joints, stack  # noqa: F401
 
+from muon2_optax.arrays import limits
 from muon2_optax.kernels import packing
 
 HALF = jnp.dtype(jnp.float16)
@@ -35,7 +36,7 @@ def test_matrices_stand_in_panels_one_after_the_other(kind, behind, emulated):
     members = _members(kind)
     each, count = _each(members), sum(map(len, members))
     factors = 2.0 ** (np.arange(count, dtype=np.float32) % 3)
-    got = packing.written(
+    got = packing.write_panels(
         [jnp.asarray(y) for y in members],
         jnp.asarray(factors),
         kind == "wide",
@@ -56,8 +57,10 @@ def test_what_is_read_is_what_was_written(kind, emulated):
     members = _members(kind)
     each, count = _each(members), sum(map(len, members))
     arrays = [jnp.asarray(y) for y in members]
-    panels = packing.written(arrays, jnp.ones(count), False, count * each + 1, HALF)
-    for y, got in zip(members, packing.read(panels, arrays)):
+    panels = packing.write_panels(
+        arrays, jnp.ones(count), False, count * each + 1, HALF
+    )
+    for y, got in zip(members, packing.read_panels(panels, arrays)):
         np.testing.assert_array_equal(got, y.astype(np.float16))
 
 
@@ -65,11 +68,11 @@ def test_what_is_read_is_what_was_written(kind, emulated):
 def test_what_is_done_to_a_group_is_lowered_once(kind, emulated):
     members = [jnp.ones(SHAPES[kind][0])] * 20
     panels = jnp.ones((20 * _each(members), 64, 64), HALF)
-    lowered = jax.jit(packing.read).lower(panels, members).as_text()
+    lowered = jax.jit(packing.read_panels).lower(panels, members).as_text()
     assert lowered.count("stablehlo.transpose") == (2 if kind == "tall" else 1)
 
     def write(factors, members):
-        return packing.written(members, factors, False, len(panels) + 1, HALF)
+        return packing.write_panels(members, factors, False, len(panels) + 1, HALF)
 
     lowered = jax.jit(write).lower(jnp.ones(20), members).as_text()
     # Two groups of ten wide ones; tall ones are turned together.
@@ -78,7 +81,7 @@ def test_what_is_done_to_a_group_is_lowered_once(kind, emulated):
 
 def test_a_factor_whose_square_is_out_of_range(emulated):
     y = jnp.full((1, 64, 64), 1e-37, jnp.float32)
-    got = packing.written([y], jnp.asarray([2e19], jnp.float32), False, 1, HALF)
+    got = packing.write_panels([y], jnp.asarray([2e19], jnp.float32), False, 1, HALF)
     np.testing.assert_allclose(np.asarray(got, np.float64), 40, rtol=1e-3)
 
 
@@ -89,8 +92,8 @@ def test_groups_that_are_alike_are_one_program(kind, emulated):
     each = _each(members)
 
     def run(*members):
-        panels = packing.written(members, jnp.ones(17), False, 17 * each + 1, HALF)
-        return packing.read(panels, members)
+        panels = packing.write_panels(members, jnp.ones(17), False, 17 * each + 1, HALF)
+        return packing.read_panels(panels, members)
 
     slices = [
         eqn
@@ -109,9 +112,9 @@ def test_groups_that_are_alike_are_one_program(kind, emulated):
 @pytest.mark.parametrize("most, sizes", [(1e9, [10, 7]), (5, [5, 5, 5, 2]), (0.1, [])])
 def test_a_group_is_small(most, sizes, emulated, monkeypatch):
     """XLA takes long for large programs, and from eleven arrays on writes slowly."""
-    monkeypatch.setattr(packing, "ENTRIES", int(most * 64 * 160))
+    monkeypatch.setattr(limits, "ENTRIES_IN_PANEL_WRITE", int(most * 64 * 160))
     members = [jnp.ones((1, 64, 160))] * 17
     found = joints(
-        lambda *ys: packing.written(ys, jnp.ones(17), False, 64, HALF), *members
+        lambda *ys: packing.write_panels(ys, jnp.ones(17), False, 64, HALF), *members
     )
     assert [k for k in found if k > 1] == sizes

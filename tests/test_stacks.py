@@ -22,7 +22,7 @@ def test_totals(shapes):
     """Of parts that are shorter than others, or empty."""
     rng = np.random.default_rng(0)
     parts = [rng.standard_normal(s) for s in shapes]
-    got = stacks.totals([jnp.asarray(p, jnp.float32) for p in parts])
+    got = stacks.sum_rows([jnp.asarray(p, jnp.float32) for p in parts])
     want = np.concatenate([p.sum(axis=1) for p in parts])
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
@@ -38,7 +38,7 @@ def test_lots_give_parts_back(counts, size):
         seen.append((start, sum(map(len, members))))
         return [2 * jnp.concatenate(members)]
 
-    done = stacks.in_lots(double, parts, size)
+    done = stacks.run_in_chunks(double, parts, size)
     for part, twice, n in zip(parts, done, counts):
         # A part without members comes back as it is.
         np.testing.assert_array_equal(twice, 2 * part if n else part)
@@ -50,11 +50,11 @@ def test_matrices_become_parts_and_come_back():
     shapes = [(2, 3), (4, 2, 3), (2, 2, 2, 3), (0, 2, 3), (3, 2)]
     dtypes = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float32, jnp.bfloat16]
     xs = [jnp.arange(np.prod(s), dtype=d).reshape(s) for s, d in zip(shapes, dtypes)]
-    parts = stacks.as_parts(xs)
+    parts = stacks.to_stacks(xs)
     assert [p.shape for p in parts] == [
         (1, 2, 3), (4, 2, 3), (4, 2, 3), (0, 2, 3), (1, 3, 2)
     ]  # fmt: skip
-    back = stacks.all_like([p.astype(jnp.float32) for p in parts], xs)
+    back = stacks.reshape_like([p.astype(jnp.float32) for p in parts], xs)
     for x, y in zip(xs, back, strict=True):
         assert y.dtype == x.dtype
         np.testing.assert_array_equal(x, y)

@@ -51,7 +51,7 @@ def test_products_that_still_run_while_tiles_are_asked_for(k, stages, interpret)
     got = symmetric.product(jnp.asarray(x), jnp.asarray(x), alpha=0.25, **options)
     reference.assert_symmetric_product(got, x, [], 0.25, jnp.finfo(jnp.float16).eps)
     p = stack((3, 256, 256), 2) / 16
-    got = symmetric.added(jnp.asarray(p), jnp.asarray(x), **options)
+    got = symmetric.add_product(jnp.asarray(p), jnp.asarray(x), **options)
     p, x = p.astype(np.float64), x.astype(np.float64)
     assert relative_error(got, x + p @ x) < 1e-3
 
@@ -108,7 +108,7 @@ def test_panels_wider_than_tiles(interpret):
     eps = jnp.finfo(jnp.float16).eps
     reference.assert_symmetric_product(got[:1], x, [], 0.5, eps)
     p = stack((1, 256, 256), 1) / 32
-    got = symmetric.added(jnp.asarray(p), half, columns=330, **options)
+    got = symmetric.add_product(jnp.asarray(p), half, columns=330, **options)
     want = x + p.astype(np.float64) @ x.astype(np.float64)
     got = np.concatenate(np.asarray(got), axis=1)
     assert relative_error(got[None, :, :330], want) < 1e-3
@@ -121,7 +121,7 @@ def test_stacks_that_are_too_short_are_refused():
         lambda: symmetric.product(x, x, columns=300, members=3, tiles=SMALL),
         lambda: symmetric.product(x, x, columns=300, results=1, members=2, tiles=SMALL),
         lambda: symmetric.product(x, x, columns=900, tiles=SMALL),
-        lambda: symmetric.added(p, x, columns=300, members=2, tiles=SMALL),
+        lambda: symmetric.add_product(p, x, columns=300, members=2, tiles=SMALL),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             call()
@@ -132,7 +132,7 @@ def test_stacks_that_are_too_short_are_refused():
 def test_added_to_panels(columns, interpret):
     p, x = stack((5, 128, 128)) / 16, stack((2, 128, columns), 1)
     panels = _panels(x, 128)
-    got = symmetric.added(
+    got = symmetric.add_product(
         jnp.asarray(p), jnp.asarray(panels), columns=columns, tiles=SMALL,
         interpret=interpret,
     )  # fmt: skip
@@ -149,7 +149,7 @@ from muon2_optax.kernels import symmetric
 def products(x):
     y = symmetric.product(x, x)
     y = symmetric.product(y, x, (0.5, y), members=2)
-    y = symmetric.added(y, x)
+    y = symmetric.add_product(y, x)
     return symmetric.product(y, x, (2.0, x), (0.5, y), alpha=3.0, members=3)
 
 x = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float16)
@@ -191,7 +191,7 @@ def test_product_of_commuting_matrices(interpret):
 @needs_kernel
 def test_added(interpret):
     p, x = stack((2, 128, 128)) / 16, stack((2, 128, 256), 1)
-    got = symmetric.added(
+    got = symmetric.add_product(
         jnp.asarray(p), jnp.asarray(x), tiles=SMALL, interpret=interpret
     )
     p, x = p.astype(np.float64), x.astype(np.float64)
@@ -206,8 +206,8 @@ def test_added_in_pieces(pieces, tiles, interpret):
     down, right = pieces
     m, n = down * tiles.side, right * 192
     p, x = stack((2, m, m)) / 32, stack((2, m, n), 1)
-    got = symmetric.added(
-        jnp.asarray(p), jnp.asarray(x), pieces=pieces, tiles=tiles, interpret=interpret
+    got = symmetric.add_product(
+        jnp.asarray(p), jnp.asarray(x), shards=pieces, tiles=tiles, interpret=interpret
     )
     p, x = p.astype(np.float64), x.astype(np.float64)
     assert relative_error(got, reference.in_pieces(x + p @ x, *pieces)) < 1e-3
@@ -216,11 +216,11 @@ def test_added_in_pieces(pieces, tiles, interpret):
 def test_pieces_without_tiles_are_refused():
     p, x = jnp.ones((1, 256, 256), jnp.float16), jnp.ones((1, 256, 128), jnp.float16)
     with pytest.raises(ValueError, match="in 2 x 1 pieces"):
-        symmetric.added(p, x, pieces=(2, 1))
+        symmetric.add_product(p, x, shards=(2, 1))
     with pytest.raises(ValueError, match="panels"):
-        symmetric.added(p, x, columns=200)
+        symmetric.add_product(p, x, columns=200)
     with pytest.raises(ValueError, match="panels"):
-        symmetric.added(p, x, pieces=(1, 2), columns=100)
+        symmetric.add_product(p, x, shards=(1, 2), columns=100)
 
 
 @needs_kernel

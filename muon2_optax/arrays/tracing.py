@@ -12,13 +12,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from muon2_optax.arrays import limits
 from muon2_optax.arrays.grouping import consecutive
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# Leaves in a call: of more, fewer models have a multiple, and fewer calls are the same.
-FEW = 8
 
 
 def once(fn: Callable[P, R]) -> Callable[P, R]:
@@ -36,7 +34,7 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
 
     What comes back is ``[fn(*row) for row in zip(*lists)]``, with keyword-only
     parameters as for ``once``. Rows that follow each other with equal shapes and dtypes
-    are traced ``FEW`` in a call, and calls of equal rows once.
+    are traced ``limits.LEAVES_PER_CALL`` in a call, and calls of equal rows once.
     """
     leaf = once(fn)
 
@@ -52,7 +50,9 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
 
     @functools.wraps(fn)
     def call(*lists: Iterable[jax.Array], **kwargs: Any) -> list[R]:
-        groups = consecutive(zip(*lists, strict=True), kind, lambda _: FEW)
+        groups = consecutive(
+            zip(*lists, strict=True), kind, lambda _: limits.LEAVES_PER_CALL
+        )
         return [y for group in groups for y in together(*group, **kwargs)]
 
     return call

@@ -144,7 +144,7 @@ def _map_by_shape(
         return x.shape[-2:], x.dtype.name
 
     def run(xs: list[jax.Array]) -> list[Any]:
-        flat = stacks.as_parts(xs)
+        flat = stacks.to_stacks(xs)
         done = jax.lax.map(fn, jnp.concatenate(flat))
         ends = itertools.accumulate(map(len, flat))
         return [

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon2_optax import dtypes, iteration
-from muon2_optax.execution import on_device
 from muon2_optax.schedules.coefficients import Frobenius
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -59,7 +58,7 @@ def cosine_to_polar(o: jax.Array, x: jax.Array, rtol: float | None = None) -> ja
     rtol = 10 * float(jnp.finfo(s.dtype).eps) if rtol is None else rtol
     kept = s > rtol * s[..., :1]
     exact = jnp.matmul(u * kept[..., None, :], vh, precision=_HIGHEST)
-    direction = on_device.normalize(replicated(o), Frobenius())[0]
+    direction = iteration.normalize(replicated(o), Frobenius())[0]
     inner = jnp.sum((direction.conj() * exact).real, axis=(-2, -1))
     return inner / jnp.sqrt(jnp.maximum(jnp.sum(kept, axis=-1), 1))
 

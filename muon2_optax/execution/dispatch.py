@@ -11,10 +11,11 @@ from jax.sharding import AxisType, NamedSharding
 from muon2_optax import operands
 from muon2_optax.arrays.grouping import grouped
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.execution import on_device, on_mesh, transport
+from muon2_optax.execution import on_device, on_mesh
+from muon2_optax.execution.transport import StoredLeaf
 from muon2_optax.kernels import hopper
 from muon2_optax.schedules.coefficients import AOL, Plan
-from muon2_optax.sharding import Shardings, on_one_device, placement
+from muon2_optax.sharding import Shardings, locate
 
 
 def orthogonalize_leaves(
@@ -27,75 +28,87 @@ def orthogonalize_leaves(
 ) -> list[jax.Array]:
     """Orthogonalizes every matrix of every leaf; shapes, dtypes and shardings stay.
 
-    Leaves on a mesh run there, those stored alike together (``on_mesh``); the others
-    run in place, those of equal matrix shape together.
+    Leaves on a mesh run there (``on_mesh``), those that are stored alike together. All
+    others run in place (``on_device``), those of equal matrix shape together.
     """
-    places = [placement(n, x, shardings) for n, x in zip(names, leaves)]
-    local = [i for i, place in enumerate(places) if place is None]
-    turn_squares = not isinstance(plan.normalization, AOL)
-    kinds: list[Hashable] = [
-        None
-        if p is None
-        else (transport.stored(a, p, turn_squares)[0], p.mesh, any(p.dims), x.dtype)
-        for a, p, x in zip(axes, places, leaves)
+    locations = [locate(name, x, shardings) for name, x in zip(names, leaves)]
+    # One-sided normalization tells a square matrix from its transpose.
+    either_way = not isinstance(plan.normalization, AOL)
+    stored = [
+        StoredLeaf.of(a, location, either_way) if location.on_mesh else None
+        for a, location in zip(axes, locations)
     ]
-    results: list[Any] = [None] * len(leaves)
+
+    def key(i: int) -> Hashable:
+        leaf = stored[i]
+        return leaf and (leaf.layout, leaf.location.mesh, leaf.divided, leaves[i].dtype)
+
+    def run(members: list[int]) -> Sequence[jax.Array]:
+        xs = [leaves[i] for i in members]
+        in_place = functools.partial(
+            orthogonalize_in_place,
+            axes=[axes[i] for i in members],
+            plan=plan,
+            ns_dtype=ns_dtype,
+            undivided=all(locations[i].undivided for i in members),
+        )
+        known = [leaf for i in members if (leaf := stored[i]) is not None]
+        if not known:
+            return in_place(*xs)
+        exchange = functools.partial(
+            on_mesh.orthogonalize, stored=known, plan=plan, ns_dtype=ns_dtype
+        )
+        # What travels in 16 bits travels as integers, which have no derivative.
+        return hopper.differentiable(exchange, in_place)(*xs)
+
+    return grouped(range(len(leaves)), key, run)
+
+
+def orthogonalize_in_place(
+    *leaves: jax.Array,
+    axes: Sequence[ResolvedAxes],
+    plan: Plan,
+    ns_dtype: Any,
+    undivided: bool,
+) -> list[jax.Array]:
+    """Orthogonalizes leaves where they are; XLA divides the work if they are divided.
+
+    Args:
+      leaves: of any shapes.
+      axes: of their matrices.
+      plan, ns_dtype: as in ``on_device.orthogonalize``.
+      undivided: whether all of them are known to be whole on one device.
+    """
     numbers, plan_with = operands.split_plan(plan)
 
-    def in_place(
-        members: Sequence[int], numbers: Sequence[jax.Array], *xs: jax.Array
-    ) -> list[jax.Array]:
-        blocks = [axes[i].to_blocks(x) for i, x in zip(members, xs)]
-        flat, structure = jax.tree.flatten(blocks)
-        blocks = structure.unflatten(by_shape(flat, plan_with(numbers), ns_dtype))
-        return [axes[i].from_blocks(b) for i, b in zip(members, blocks)]
+    def run(numbers: Sequence[jax.Array], *xs: jax.Array) -> list[jax.Array]:
+        blocks = [a.to_blocks(x) for a, x in zip(axes, xs)]
+        matrices, structure = jax.tree.flatten(blocks)
+        done = orthogonalize_by_shape(matrices, plan_with(numbers), ns_dtype, undivided)
+        blocks = structure.unflatten(done)
+        return [a.from_blocks(b) for a, b in zip(axes, blocks)]
 
-    def by_compiler(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
-        return automatic(functools.partial(in_place, members), xs, numbers)
-
-    def exchanged(members: Sequence[int], *xs: jax.Array) -> list[jax.Array]:
-        return on_mesh.orthogonalize(
-            xs,
-            [axes[i] for i in members],
-            [p for i in members if (p := places[i]) is not None],
-            plan,
-            ns_dtype,
-        )
-
-    alone = all(on_one_device(leaves[i], shardings) for i in local)
-    with hopper.undivided(alone):
-        done = by_compiler(local, *(leaves[i] for i in local))
-    for i, y in zip(local, done):
-        results[i] = y
-    for kind in dict.fromkeys(k for k in kinds if k is not None):
-        members = [i for i, k in enumerate(kinds) if k == kind]
-        # What travels in 16 bits travels as integers, which have no derivative.
-        run = hopper.differentiable(
-            functools.partial(exchanged, members),
-            functools.partial(by_compiler, members),
-        )
-        for i, y in zip(members, run(*(leaves[i] for i in members))):
-            results[i] = y
-    return results
+    return with_automatic_axes(run, leaves, numbers)
 
 
-def by_shape(
-    matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any
+def orthogonalize_by_shape(
+    matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any, undivided: bool
 ) -> list[jax.Array]:
     """One batched iteration per shape (up to transposition) and dtype."""
 
     def key(x: jax.Array) -> Hashable:
         return tuple(sorted(x.shape[-2:])), jnp.dtype(x.dtype).name
 
-    return grouped(
-        matrices, key, lambda batch: on_device.orthogonalize(batch, plan, ns_dtype)
-    )
+    def run(batch: list[jax.Array]) -> list[jax.Array]:
+        return on_device.orthogonalize(batch, plan, ns_dtype, undivided)
+
+    return grouped(matrices, key, run)
 
 
-def automatic(
+def with_automatic_axes(
     fn: Callable[..., list[jax.Array]], xs: Sequence[jax.Array], settings: Any = ()
 ) -> list[jax.Array]:
-    """``fn(settings, *xs)`` with the compiler choosing the shardings inside.
+    """Runs ``fn(settings, *xs)`` with the compiler choosing the shardings inside.
 
     On a mesh with Explicit axes (what ``jax.make_mesh`` makes) a product of sharded
     operands would need a sharding spelled out for each result.
@@ -107,10 +120,10 @@ def automatic(
     # Where some axes are Manual (a partial shard_map) JAX cannot make others automatic.
     if AxisType.Explicit not in types or AxisType.Manual in types:
         return fn(settings, *xs)
-    arrays, rebuilt = operands.split(settings)
+    arrays, rebuild = operands.split(settings)
 
     def run(arrays: Sequence[jax.Array], *xs: jax.Array) -> list[jax.Array]:
-        return fn(rebuilt(arrays), *xs)
+        return fn(rebuild(arrays), *xs)
 
     result: Any = jax.sharding.auto_axes(run, out_sharding=shardings)(arrays, *xs)
     return result

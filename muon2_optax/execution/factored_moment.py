@@ -6,15 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import moments, roots, sharding
+from muon2_optax import moments, roots
+from muon2_optax.arrays import limits
 from muon2_optax.arrays.grouping import even_size, grouped
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import mean_squares
-from muon2_optax.sharding import Shardings
-
-# Leaves whose statistics are joined: XLA fuses that for no more than about as many (96
-# operands, two for each).
-JOINED = 47
+from muon2_optax.sharding import Location, Shardings, locate
 
 
 class Leaf(NamedTuple):
@@ -47,32 +44,33 @@ def update_moments(
     to start. So the statistics of equal leaves run together where the kernel computes
     them and all are on one device.
     """
-    places = [sharding.placement(x.name, x.g, shardings) for x in leaves]
-    wholes = [
-        place is None and sharding.undivided(x.g, shardings)
-        for x, place in zip(leaves, places)
+    locations = [locate(x.name, x.g, shardings) for x in leaves]
+    stackable = [
+        mean_squares.can_stack(x.g, x.axes, location)
+        for x, location in zip(leaves, locations)
     ]
 
     def key(i: int) -> Hashable:
         x = leaves[i]
-        if not mean_squares.in_stacks(x.g, x.axes, wholes[i]):
+        if not stackable[i]:
             return i
         # Types tell over which axes of a shard_map leaves vary.
         return *map(jax.typeof, (x.g, x.row, x.col)), x.axes
 
     def run(members: list[int]) -> list[Moment]:
-        x = leaves[members[0]]
-        if not mean_squares.in_stacks(x.g, x.axes, wholes[members[0]]):
-            return [_update_one(x, b2, places[members[0]], wholes[members[0]])]
-        size = even_size(len(members), JOINED)
+        first = members[0]
+        if not stackable[first]:
+            return [_update_one(leaves[first], b2, locations[first])]
+        size = even_size(len(members), limits.LEAVES_IN_STATISTICS)
         few = (members[i : i + size] for i in range(0, len(members), size))
         return [y for some in few for y in _update_equal([leaves[i] for i in some], b2)]
 
     return grouped(range(len(leaves)), key, run)
 
 
-def _update_one(x: Leaf, b2: Any, place: Any, whole: bool) -> Moment:
-    row, col = mean_squares.of_squares(x.g, x.axes, place, whole)
+def _update_one(x: Leaf, b2: Any, location: Location) -> Moment:
+    """The statistics of one leaf, where it is."""
+    row, col = mean_squares.of_leaf(x.g, x.axes, location)
     r, c = moments.average(x.row, row, b2), moments.average(x.col, col, b2)
     return Moment(r, c, root_of_outer(r, c, x.axes))
 
@@ -80,13 +78,13 @@ def _update_one(x: Leaf, b2: Any, place: Any, whole: bool) -> Moment:
 def _update_equal(leaves: Sequence[Leaf], b2: Any) -> list[Moment]:
     """As ``_update_one``, for leaves of equal shapes and dtypes, in stacks."""
     axes = leaves[0].axes
-    news = mean_squares.of_alike([x.g for x in leaves], axes)
+    news = mean_squares.of_equal_leaves([x.g for x in leaves], axes)
     olds = jnp.stack([x.row for x in leaves]), jnp.stack([x.col for x in leaves])
     r, c = (moments.average(old, new, b2) for old, new in zip(olds, news))
     factors = jax.vmap(lambda r, c: root_factors(r, c, axes))(r, c)
-    # Behind barriers, and at places that XLA does not know: it would cut the stacks
-    # into leaves again, with programs for each, and make passes over several leaves of
-    # those that share a stack.
+    # The barriers, and indices that XLA does not know, keep it from cutting the stacks
+    # into leaves again, which would take programs for each, and from fusing the passes
+    # over several leaves of one stack.
     stacks = jax.lax.optimization_barrier((r, c, *factors))
     places = jax.lax.optimization_barrier([jnp.int32(k) for k in range(len(leaves))])
     parts = jax.lax.optimization_barrier([

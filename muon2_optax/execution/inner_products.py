@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from muon2_optax import dtypes, sharding
+from muon2_optax import dtypes
 from muon2_optax.arrays import tracing
+from muon2_optax.arrays.grouping import grouped
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.sharding import Placement, Shardings
+from muon2_optax.sharding import Location, Shardings, locate
 
 
 class InnerProducts(NamedTuple):
@@ -46,10 +47,10 @@ def squared_norms(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     return _sums((_square(_widen(x)),), axes, _owners(axes))[0]
 
 
-def of_alike(
+def of_equal_leaves(
     xs: Sequence[jax.Array], ys: Sequence[jax.Array], axes: ResolvedAxes
 ) -> InnerProducts:
-    """``of_pairs`` of leaves alike on one device, as stacks along a new axis 0.
+    """``of_pairs`` of equal leaves on one device, as stacks along a new axis 0.
 
     Each leaf is read by one program, as elsewhere, but what adds up and what follows is
     one program for all: as many programs as leaves would each take a GPU microseconds.
@@ -82,25 +83,25 @@ def of_pairs(
       xs, ys: leaves of equal shapes and shardings, each pair of any dtypes.
       shardings: where they live, on Auto axes.
     """
-    done: list[Any] = [None] * len(xs)
-    divided: dict[Any, list[int]] = {}
-    for i, (name, x) in enumerate(zip(names, xs)):
-        place = sharding.placement(name, x, shardings)
-        sides = axes[i].ins + axes[i].outs
-        if place is not None and any(place.dims[a] for a in sides):
-            divided.setdefault(place.mesh, []).append(i)
-            done[i] = place
-        else:
-            done[i] = _whole(x, ys[i], axes=axes[i])
-    for members in divided.values():
+    locations = [locate(name, x, shardings) for name, x in zip(names, xs)]
+
+    def mesh(i: int) -> Any:
+        """The mesh that divides a leaf's matrices, if one does."""
+        dims, sides = locations[i].dims, axes[i].ins + axes[i].outs
+        divided = locations[i].on_mesh and any(dims[a] for a in sides)
+        return locations[i].mesh if divided else None
+
+    def run(members: list[int]) -> list[InnerProducts]:
+        if mesh(members[0]) is None:
+            return [_whole(xs[i], ys[i], axes=axes[i]) for i in members]
         found = _across_devices(
             [(xs[i], ys[i]) for i in members],
             tuple(axes[i] for i in members),
-            tuple(done[i] for i in members),
+            tuple(locations[i] for i in members),
         )
-        for i, products in zip(members, found):
-            done[i] = InnerProducts(*products)
-    return done
+        return [InnerProducts(*products) for products in found]
+
+    return grouped(range(len(xs)), mesh, run)
 
 
 @tracing.once
@@ -112,7 +113,7 @@ def _whole(x: jax.Array, y: jax.Array, *, axes: ResolvedAxes) -> InnerProducts:
 def _across_devices(
     pairs: Sequence[tuple[jax.Array, jax.Array]],
     axes: Sequence[ResolvedAxes],
-    places: Sequence[Placement],
+    places: Sequence[Location],
 ) -> list[tuple[jax.Array, ...]]:
     """Every device sums its parts of all leaves, and one all-reduce adds them up."""
     mesh = places[0].mesh
@@ -139,7 +140,7 @@ def _across_devices(
 def _add_up(
     sums: Sequence[jax.Array],
     axes: Sequence[ResolvedAxes],
-    places: Sequence[Placement],
+    places: Sequence[Location],
     mesh: Any,
 ) -> list[tuple[jax.Array, ...]]:
     """Adds the devices' sums, each (3, *batch, blocks), in one all-reduce.
@@ -222,8 +223,8 @@ def _first_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     """Means along the last axis where that is a side of the matrices, or whole sums.
 
     Sums are taken in two stages: XLA adds up one by one on a CPU, and a float32 sum of
-    millions of squares would be off by more than a norm may be. XLA would make one of
-    two sums again; the division between them keeps them apart.
+    millions of squares would be off by more than a norm may be. XLA would merge
+    back-to-back sums; the division between them keeps them apart.
     """
     sides, last = axes.ins + axes.outs, len(axes.shape) - 1
     if last not in sides or len(sides) == 1:
@@ -249,22 +250,22 @@ def _owners(axes: ResolvedAxes) -> jax.Array | None:
     return None if len(blocks) == 1 else jnp.asarray(axes.per_output(blocks))
 
 
-def _local_owners(axes: ResolvedAxes, place: Placement) -> jax.Array | None:
+def _local_owners(axes: ResolvedAxes, place: Location) -> jax.Array | None:
     """The same for the outputs that this device holds."""
     owners = _owners(axes)
     out = axes.outs[0]
     if owners is None or not place.dims[out]:
         return owners
-    size = place.local(axes.shape)[out]
+    size = place.local_shape(axes.shape)[out]
     start = jax.lax.axis_index(place.dims[out]) * size
     return jax.lax.dynamic_slice_in_dim(owners, start, size, axis=out)
 
 
-def _padded(place: Placement, rank: int) -> tuple[Any, ...]:
+def _padded(place: Location, rank: int) -> tuple[Any, ...]:
     return tuple(place.spec) + (None,) * (rank - len(place.spec))
 
 
-def _batch_spec(axes: ResolvedAxes, place: Placement) -> PartitionSpec:
+def _batch_spec(axes: ResolvedAxes, place: Location) -> PartitionSpec:
     """How one number per matrix is divided: as the batch axes are."""
     spec = _padded(place, len(axes.shape))
     return PartitionSpec(*(spec[a] for a in axes.batch))

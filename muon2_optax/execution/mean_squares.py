@@ -11,92 +11,93 @@ from jax.sharding import AxisType, PartitionSpec
 from muon2_optax import moments, sharding
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.kernels import hopper
-from muon2_optax.sharding import Axes, Placement
+from muon2_optax.sharding import Axes, Location
 
 # Rows that are averaged first, and the averages then: a reduction across memory, whose
 # two stages give a GPU enough to do at once. In one stage XLA would store all squares.
 GROUP = 16
 
 
-def in_stacks(g: jax.Array, axes: ResolvedAxes, whole: bool) -> bool:
-    """Whether ``of_alike`` serves a leaf: where the kernel runs, on one device.
+def can_stack(g: jax.Array, axes: ResolvedAxes, location: Location) -> bool:
+    """Whether ``of_equal_leaves`` serves a leaf: on one device, where the kernel runs.
 
-    Not where an Explicit axis has a leaf, though it divides nothing: JAX gives no part
-    of such a leaf to a kernel.
+    Not a leaf on a mesh with Explicit axes, though they divide nothing: JAX gives no
+    part of such a leaf to a kernel.
     """
     mesh = sharding.typed_mesh(g)
     explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-    return whole and not explicit and hopper.takes_sums(g, axes, None)
+    whole = location.undivided and not explicit
+    return whole and hopper.takes_sums(g.shape, g.dtype, axes)
 
 
-def of_alike(
+def of_equal_leaves(
     gs: Sequence[jax.Array], axes: ResolvedAxes
 ) -> tuple[jax.Array, jax.Array]:
-    """``of_squares`` of leaves alike, as stacks along a new axis 0."""
+    """``of_leaf`` of leaves of equal shapes, as stacks along a new axis 0."""
 
     def cuda(*gs: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _in_order(_on_kernel(gs, gs[0].shape[-2:]), axes)
 
     def stock(*gs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, columns = zip(*(plain(g, axes, g.shape) for g in gs))
+        rows, columns = zip(*(in_two_passes(g, axes, g.shape) for g in gs))
         return jnp.stack(rows), jnp.stack(columns)
 
     run = hopper.differentiable(cuda, stock)
     return jax.lax.platform_dependent(*gs, cuda=run, default=stock)
 
 
-def of_squares(
-    g: jax.Array, axes: ResolvedAxes, place: Placement | None, whole: bool
+def of_leaf(
+    g: jax.Array, axes: ResolvedAxes, location: Location
 ) -> tuple[jax.Array, jax.Array]:
     """Means of |g|^2 over the output axes and over the input axes.
 
     Args:
       g: a leaf.
       axes: of its matrices.
-      place: where it lives, as ``sharding.placement`` tells.
-      whole: without a place, whether it is ``sharding.undivided``.
+      location: where it lives.
 
     Returns:
       The first without the output axes, and with one more, last, axis of blocks where
       there are several; the second without the input axes.
     """
-    local = sharding.local_shape(g, place, whole)
-    kernel = place is not None and hopper.takes_sums(g, axes, place)
-    return _of_squares(g, axes, local, place if kernel else None)
+    part = location.local_shape(g.shape)
+    kernel = location.on_mesh and hopper.takes_sums(part, g.dtype, axes)
+    return _of_leaf(g, axes, location.reshapable(g), location if kernel else None)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _of_squares(
+def _of_leaf(
     g: jax.Array,
     axes: ResolvedAxes,
     local: tuple[int | None, ...],
-    place: Placement | None,
+    location: Location | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The same; ``local``: each device's shape, as far as it is known.
 
-    With a place, on the kernel there: what decides it is no part of the trace.
+    On the kernel where a location on a mesh is given. It is decided outside, because
+    whether kernels are on is no part of what JAX's cache of traces compares.
     """
-    stock = functools.partial(plain, axes=axes, local=local)
-    if place is None:
+    stock = functools.partial(in_two_passes, axes=axes, local=local)
+    if location is None:
         return stock(g)
-    on_mesh = functools.partial(_on_mesh, axes=axes, place=place)
+    on_mesh = functools.partial(_on_mesh, axes=axes, location=location)
     cuda = hopper.differentiable(on_mesh, stock)
     return jax.lax.platform_dependent(g, cuda=cuda, default=stock)
 
 
 def _on_mesh(
-    g: jax.Array, axes: ResolvedAxes, place: Placement
+    g: jax.Array, axes: ResolvedAxes, location: Location
 ) -> tuple[jax.Array, jax.Array]:
-    """On the kernel, each device its part."""
-    spec = tuple(place.spec) + (None,) * (g.ndim - len(place.spec))
+    """On the kernel, each device on its own part."""
+    spec = tuple(location.spec) + (None,) * (g.ndim - len(location.spec))
 
     def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, columns = _on_kernel([x], g.shape[-2:], place.dims[-2:])
+        rows, columns = _on_kernel([x], g.shape[-2:], location.dims[-2:])
         return rows[0], columns[0]
 
     run = jax.shard_map(
         part,
-        mesh=place.mesh,
+        mesh=location.mesh,
         in_specs=PartitionSpec(*spec),
         out_specs=(PartitionSpec(*spec[:-1]), PartitionSpec(*spec[:-2], spec[-1])),
         check_vma=False,
@@ -145,10 +146,10 @@ def _total(parts: jax.Array, scale: float, over: Axes) -> jax.Array:
     return jnp.minimum(total, float(jnp.finfo(jnp.float32).max) / 4)
 
 
-def plain(
+def in_two_passes(
     g: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """In two passes, for every leaf and backend."""
+    """As ``of_leaf``, in XLA's two passes, for every leaf and backend."""
     local = local or (None,) * g.ndim
     square = moments.square(g)
     col = _mean(square, axes.ins, local)

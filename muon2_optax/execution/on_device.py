@@ -1,4 +1,4 @@
-"""Orthogonalization by Newton-Schulz iterations: pure functions on (..., m, n).
+"""Orthogonalization of a batch on one device: pure functions on (..., m, n).
 
 For X = U S V^T every function here returns about U f(S) V^T, where f is the composition
 of the schedule's quintics on the normalized singular values and f(s) is near 1 for all
@@ -13,32 +13,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes, roots
-from muon2_optax.arrays import stacks, tracing
-from muon2_optax.iteration import adjoint, iterate, runs
+from muon2_optax import dtypes
+from muon2_optax.arrays import limits, stacks, tracing
+from muon2_optax.iteration import adjoint, gram_runs, iterate, normalize
 from muon2_optax.kernels import hopper, newton_schulz
 from muon2_optax.schedules.coefficients import AOL, Normalization, Plan
 
-# Bytes of matrices, in the dtype of the iteration, that run at once, to bound the
-# memory of a step. Smaller lots would make larger programs.
-LOT = 1.5e9
-
 
 def orthogonalize(
-    matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any = None
+    matrices: Sequence[jax.Array],
+    plan: Plan,
+    ns_dtype: Any = None,
+    undivided: bool = False,
 ) -> list[jax.Array]:
-    """Orthogonalizes stacks (..., m, n) of one shape, or of its transpose."""
-    run = functools.partial(run_batch, plan=plan)
-    return list(per_platform(run, matrices, ns_dtype))
+    """Orthogonalizes stacks (..., m, n) of one shape, or of its transpose.
+
+    Args:
+      matrices: the stacks.
+      plan: the normalization and the steps.
+      ns_dtype: dtype of the products; None: the platform's default.
+      undivided: whether the stacks are known to be whole on one device. XLA cannot
+        divide a kernel: it would gather the operands and run it everywhere.
+    """
+    run = functools.partial(orthogonalize_batch, plan=plan)
+    return list(run_per_platform(run, matrices, ns_dtype, hopper.usable(undivided)))
 
 
-def per_platform(
-    fn: Callable[..., tuple[jax.Array, ...]], xs: Sequence[jax.Array], ns_dtype: Any
+def run_per_platform(
+    fn: Callable[..., tuple[jax.Array, ...]],
+    xs: Sequence[jax.Array],
+    ns_dtype: Any,
+    kernels: bool,
 ) -> tuple[jax.Array, ...]:
-    """``fn(*xs, dtype=...)`` with ``ns_dtype``, or the default where it is None.
+    """``fn(*xs, dtype=..., kernels=...)`` with ``ns_dtype``, or the platform's default.
 
-    The default is that of the platform the program is compiled for, which need not be
-    the process's default backend.
+    The platform is the one that the program is compiled for, which need not be the
+    process's default backend. The branch for CUDA gets ``kernels``, the others False.
     """
     dtype = dtypes.canonical("ns_dtype", ns_dtype)
     source = jnp.result_type(*xs)
@@ -49,114 +59,98 @@ def per_platform(
     ):
         dtype = source
     if dtype is not None:
-        fixed = functools.partial(fn, dtype=dtype)
+        plain = functools.partial(fn, dtype=dtype, kernels=False)
         if not hopper.available():
-            return fixed(*xs)
-        return jax.lax.platform_dependent(
-            *xs, cuda=hopper.for_cuda(fixed), default=fixed
-        )
+            return plain(*xs)
+        on_cuda = functools.partial(fn, dtype=dtype, kernels=kernels)
+        return jax.lax.platform_dependent(*xs, cuda=on_cuda, default=plain)
     half, brain, full = map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32))
     return jax.lax.platform_dependent(
         *xs,
-        cpu=functools.partial(fn, dtype=full),
-        cuda=hopper.for_cuda(functools.partial(fn, dtype=half)),
-        rocm=functools.partial(fn, dtype=half),
-        default=functools.partial(fn, dtype=brain),
+        cpu=functools.partial(fn, dtype=full, kernels=False),
+        cuda=functools.partial(fn, dtype=half, kernels=kernels),
+        rocm=functools.partial(fn, dtype=half, kernels=False),
+        default=functools.partial(fn, dtype=brain, kernels=False),
     )
 
 
-def run_batch(
-    *matrices: jax.Array, plan: Plan, dtype: jnp.dtype
+def orthogonalize_batch(
+    *matrices: jax.Array, plan: Plan, dtype: jnp.dtype, kernels: bool
 ) -> tuple[jax.Array, ...]:
-    """One batch through one iteration, in lots that bound the memory."""
+    """One batch through one iteration, in chunks that bound the memory.
+
+    Args:
+      matrices: stacks (..., m, n) of one shape, or of its transpose.
+      plan: the normalization and the steps.
+      dtype: of the iteration.
+      kernels: whether this program may use the kernels for Hopper GPUs.
+    """
     count = sum(math.prod(x.shape[:-2]) for x in matrices)
     m, n = sorted(matrices[0].shape[-2:])
-    size = hopper.chunk_size(count, (m, n), plan, dtype)
-    stock = functools.partial(_run_stock, plan=plan, dtype=dtype)
+    size = hopper.stack_size(count, (m, n), plan, dtype) if kernels else None
+    stock = functools.partial(_orthogonalize_on_xla, plan=plan, dtype=dtype)
     if size is None:
         return stock(*matrices)
-    steps = runs(plan, m, n, dtype)
+    runs = gram_runs(plan, m, n, dtype)
     fast = hopper.differentiable(
-        lambda *xs: newton_schulz.run(xs, plan, steps, size, dtype), stock
+        lambda *xs: newton_schulz.run(xs, plan, runs, size, dtype), stock
     )
     return fast(*matrices)
 
 
-def _run_stock(
+def _orthogonalize_on_xla(
     *matrices: jax.Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-    """On the products of XLA."""
+    """The batch on XLA's own products."""
     count = sum(math.prod(x.shape[:-2]) for x in matrices)
     m, n = matrices[0].shape[-2:]
-    lots = math.ceil(count * m * n * dtype.itemsize / LOT)
-    if lots <= 1:
-        return _run_lot(matrices, plan, dtype)
-    run = functools.partial(_run_lot, plan=plan, dtype=dtype)
-    flat, size = stacks.as_parts(matrices), -(-count // lots)
-    done = stacks.in_lots(lambda _, members: run(members), flat, size)
-    return tuple(stacks.all_like(done, matrices))
+    chunks = math.ceil(count * m * n * dtype.itemsize / limits.BYTES_ON_DEVICE)
+    if chunks <= 1:
+        return _orthogonalize_chunk(matrices, plan, dtype)
+    run = functools.partial(_orthogonalize_chunk, plan=plan, dtype=dtype)
+    flat, size = stacks.to_stacks(matrices), -(-count // chunks)
+    done = stacks.run_in_chunks(lambda _, members: run(members), flat, size)
+    return tuple(stacks.reshape_like(done, matrices))
 
 
-def _run_lot(
+def _orthogonalize_chunk(
     matrices: Sequence[jax.Array], plan: Plan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-    """Wide side last, 16-bit before stacking."""
+    """What runs at once, joined to one stack after it is narrowed to ``dtype``."""
     how, several = plan.normalization, len(matrices) > 1
-    ready, floors = zip(*_entering(matrices, how=how, dtype=dtype, flat=several))
+    ready, floors = zip(*_prepare(matrices, how=how, dtype=dtype, flat=several))
     if several:
         done = iterate(jnp.concatenate(ready), jnp.concatenate(floors), plan)
         parts = jax.lax.split(done, list(map(len, ready)))
     else:
         parts = [iterate(ready[0], floors[0], plan)]
-    return tuple(_leaving(parts, matrices, how=how))
+    return tuple(_restore(parts, matrices, how=how))
 
 
 @tracing.each
-def _entering(
+def _prepare(
     x: jax.Array, *, how: Normalization, dtype: jnp.dtype, flat: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """A leaf as wide matrices, in one stack if ``flat``, and ``normalize``'s eps."""
-    turned = _turned(x, how)
+    """A leaf as normalized wide matrices, and AOL's eps as ``normalize`` gives it.
+
+    In one stack (count, m, n) if ``flat``.
+    """
+    transposed = _is_transposed(x, how)
     x, floor = normalize(x.reshape(-1, *x.shape[-2:]) if flat else x, how)
     x = x.astype(dtype)
-    return adjoint(x) if turned else x, floor
+    return adjoint(x) if transposed else x, floor
 
 
 @tracing.each
-def _leaving(y: jax.Array, x: jax.Array, *, how: Normalization) -> jax.Array:
-    """Inverse of ``_entering``, without the norm; of x only shape and dtype count."""
-    return (adjoint(y) if _turned(x, how) else y).reshape(x.shape).astype(x.dtype)
+def _restore(y: jax.Array, x: jax.Array, *, how: Normalization) -> jax.Array:
+    """The result y in the orientation, shape and dtype of the leaf x."""
+    return (
+        (adjoint(y) if _is_transposed(x, how) else y).reshape(x.shape).astype(x.dtype)
+    )
 
 
-def _turned(x: jax.Array, how: Normalization) -> bool:
-    """Whether the matrices of a leaf run transposed."""
+def _is_transposed(x: jax.Array, how: Normalization) -> bool:
+    """Whether the matrices of a leaf run transposed: the iteration takes wide ones."""
     rows, columns = x.shape[-2:]
     # One-sided scaling of a square matrix acts on its outputs.
     return rows > columns or rows == columns and isinstance(how, AOL)
-
-
-def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
-    """Divides each matrix by its norm, for magnitudes from 1e-38 to 1e38 in float32.
-
-    The largest magnitude is divided out first: a square of the result can neither
-    overflow nor, where it matters, underflow.
-
-    Returns:
-      The result, at least float32, and AOL's eps in its units, (..., 1, 1).
-    """
-    x = x.astype(dtypes.compute_dtype(x.dtype))
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    # A zero matrix is divided by infinity, which makes its derivative 0 as well.
-    largest = jnp.where(largest == 0, jnp.inf, largest)
-    # XLA divides by multiplying with the reciprocal, which is flushed to zero for the
-    # largest numbers; a power of two first brings them down exactly.
-    down = jnp.where(largest > 1e30, 2.0**-64, 1).astype(largest.dtype)
-    x = (x * down) / (largest * down)
-    square = dtypes.squared_magnitude(x)
-    norm = roots.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
-    if isinstance(how, AOL):
-        norm = jnp.where(norm == 0, 1, norm)
-        root = how.eps**0.5 / largest / norm
-        return x / norm, root * root
-    norm = jnp.maximum(how.factor * norm + how.eps / largest, how.floor / largest)
-    return x / jnp.where(norm == 0, 1, norm), jnp.zeros_like(norm)

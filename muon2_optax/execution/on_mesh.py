@@ -1,10 +1,10 @@
 """Whole matrices on each device: two all-to-alls around a local iteration.
 
-A matrix divided over D devices needs all of them in each of its products. D matrices
-divided alike can change hands instead: one all-to-all gives every device one whole
-matrix, the iteration runs without communication, and a second all-to-all returns the
-pieces. Leaves that are stored alike travel together, in 16 bits where the iteration
-runs in 16 bits.
+A matrix that is divided over D devices needs all of them in each of its products. D
+matrices that are divided alike can travel instead: one all-to-all gives every device
+one whole matrix, the iteration runs without communication, and a second all-to-all
+returns the shards. Leaves that are stored alike travel together, in 16 bits where the
+iteration runs in 16 bits.
 """
 
 import dataclasses
@@ -19,214 +19,230 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from muon2_optax import dtypes, operands
-from muon2_optax.arrays.stacks import in_lots
-from muon2_optax.axes import ResolvedAxes
-from muon2_optax.execution import on_device, transport
-from muon2_optax.execution.transport import Stored, size, stored
-from muon2_optax.iteration import runs
+from muon2_optax.arrays import limits
+from muon2_optax.arrays.stacks import run_in_chunks
+from muon2_optax.execution import transport
+from muon2_optax.execution.on_device import orthogonalize_batch, run_per_platform
+from muon2_optax.execution.transport import ShardLayout, StoredLeaf, device_count
+from muon2_optax.iteration import gram_runs
 from muon2_optax.kernels import hopper, newton_schulz
-from muon2_optax.schedules.coefficients import AOL, Plan
-from muon2_optax.sharding import Axes, Placement
-
-# Bytes of whole matrices, in the dtype of the iteration, that a device takes at once:
-# what bounds the memory of a step. While one lot is iterated the next one travels.
-LOT = 420e6
-# Leaves of a lot that travel in float16, as on GPUs, if every device gets a matrix: XLA
-# joins no more than about as many (96 operands, two for each) in the pass that narrows.
-JOINED = 40
+from muon2_optax.schedules.coefficients import Plan
+from muon2_optax.sharding import Axes
 
 
 def orthogonalize(
-    leaves: Sequence[jax.Array],
-    axes: Sequence[ResolvedAxes],
-    places: Sequence[Placement],
-    plan: Plan,
-    ns_dtype: Any,
+    *leaves: jax.Array, stored: Sequence[StoredLeaf], plan: Plan, ns_dtype: Any
 ) -> list[jax.Array]:
-    """Orthogonalizes leaves of one ``Stored`` kind and dtype on their mesh.
+    """Orthogonalizes leaves of one layout, mesh and dtype on their mesh.
 
-    Two all-to-alls over the axes that divide the matrices, for each lot of them (see
-    ``LOT`` and ``JOINED``). One all-gather for a matrix alone, which no second one
-    could make use of, and for leaves that are replicated. No communication where only
-    stacks are divided.
+    Matrices that the mesh divides take two all-to-alls over the axes that divide them,
+    for each chunk of them. A single one takes one all-gather, which no second one could
+    share. Replicated matrices are shared out, and gathered with one all-gather. Where
+    only the stacks are divided nothing travels.
     """
-    turn_squares = not isinstance(plan.normalization, AOL)
-    kind = stored(axes[0], places[0], turn_squares)[0]
-    swaps = [stored(a, p, turn_squares)[1] for a, p in zip(axes, places)]
-    whole = all(not any(p.dims) for p in places)
-    specs = tuple(p.spec for p in places)
+    layout, mesh = stored[0].layout, stored[0].location.mesh
+    replicated = not any(leaf.divided for leaf in stored)
+    specs = tuple(leaf.location.spec for leaf in stored)
     numbers, plan_with = operands.split_plan(plan)
 
     def run(
-        numbers: Sequence[jax.Array], *xs: jax.Array, dtype: jnp.dtype
+        numbers: Sequence[jax.Array],
+        *parts: jax.Array,
+        dtype: jnp.dtype,
+        kernels: bool,
     ) -> tuple[jax.Array, ...]:
-        group = _Group(kind, places[0].mesh, plan_with(numbers), dtype)
-        if kind.axes:
-            narrow, factors = transport.narrowed(xs, axes, dtype)
-            rows = zip(narrow, axes, swaps)
-            pieces = [transport.cut(x, a, s, kind) for x, a, s in rows]
-            done = group.moved(pieces, factors)
+        """Each device's part of every leaf, inside ``shard_map``."""
+        iteration = _Iteration(layout, mesh, plan_with(numbers), dtype, kernels)
+        if layout.axes:
+            axes = [leaf.axes for leaf in stored]
+            narrowed, factors = transport.narrow(parts, axes, dtype)
+            shards = list(map(transport.cut_shards, narrowed, stored))
+            done = iteration.exchange(shards, factors)
         else:
-            pieces = [transport.cut(x, a, s, kind) for x, a, s in zip(xs, axes, swaps)]
-            alone = sum(map(len, pieces)) == 1
-            done = group.shared(pieces) if whole and not alone else group.here(pieces)
-        rows = zip(done, xs, axes, swaps)
-        return tuple(transport.put_back(y, x, a, s) for y, x, a, s in rows)
+            whole = list(map(transport.cut_shards, parts, stored))
+            several = sum(map(len, whole)) > 1
+            share = replicated and several
+            done = iteration.share_out(whole) if share else iteration.iterate(whole)
+        return tuple(map(transport.restore_part, done, parts, stored))
 
-    def on_mesh(*xs: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+    def on_mesh(*xs: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
         # Replication of the result is by construction (every device gathers the same
         # values), which the checker cannot see.
         return jax.shard_map(
-            functools.partial(run, dtype=dtype),
-            mesh=places[0].mesh,
+            functools.partial(run, **options),
+            mesh=mesh,
             in_specs=(PartitionSpec(), *specs),
             out_specs=specs,
             check_vma=False,
         )(numbers, *xs)
 
-    return list(on_device.per_platform(on_mesh, leaves, ns_dtype))
+    # Inside shard_map XLA divides nothing.
+    return list(run_per_platform(on_mesh, leaves, ns_dtype, hopper.available()))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
-    """Matrices stored alike, inside ``shard_map``.
+class _Iteration:
+    """The iteration of matrices stored alike, inside ``shard_map``.
 
-    The methods take stacks of pieces (or of whole matrices, where nothing is divided)
-    of shape (count, *row dimensions, *column dimensions) and return such stacks.
+    The methods take and return stacks of shape (count, *row dimensions, *column
+    dimensions): of shards, or of whole matrices where nothing is divided.
+
+    Attributes:
+      layout: how the matrices are stored.
+      mesh: on which mesh.
+      plan: the normalization and the steps.
+      dtype: of the iteration.
+      kernels: whether this program may use the kernels for Hopper GPUs.
     """
 
-    kind: Stored
+    layout: ShardLayout
     mesh: Any
     plan: Plan
     dtype: jnp.dtype
+    kernels: bool
 
-    def here(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    def iterate(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
         """Iterates whole matrices on this device."""
-        rows = math.prod(n * size(self.mesh, a) for n, a in self.kind.rows)
+        rows = math.prod(n * device_count(self.mesh, a) for n, a in self.layout.rows)
         xs = [x.reshape(len(x), rows, -1) for x in stacks]
-        run = functools.partial(on_device.run_batch, plan=self.plan, dtype=self.dtype)
-        if len(self.kind.splits) == 1:
+        run = functools.partial(
+            orthogonalize_batch,
+            plan=self.plan,
+            dtype=self.dtype,
+            kernels=self.kernels,
+        )
+        if len(self.layout.splits) == 1:
             done = list(run(*xs))
         else:
-            cuts = np.cumsum(self.kind.splits)[:-1]
-            blocks = zip(*(jnp.split(x, cuts, axis=-1) for x in xs))
+            ends = np.cumsum(self.layout.splits)[:-1]
+            blocks = zip(*(jnp.split(x, ends, axis=-1) for x in xs))
             done = [
                 jnp.concatenate(b, axis=-1) for b in zip(*(run(*b) for b in blocks))
             ]
         return [y.reshape(x.shape) for x, y in zip(stacks, done)]
 
-    def moved(
-        self, pieces: Sequence[jax.Array], factors: jax.Array | None
+    def exchange(
+        self, shards: Sequence[jax.Array], factors: jax.Array | None
     ) -> list[jax.Array]:
-        """Iterates matrices that are divided, each on one device (or on all)."""
-        count = sum(map(len, pieces))
+        """Iterates matrices that are divided, each on one device (or on all).
+
+        ``factors``: the shards' root mean squares, where they travel in float16.
+        """
+        count = sum(map(len, shards))
         if count == 1:
-            return [self._gathered(pieces[0], factors)]
-        devices = size(self.mesh, self.kind.axes)
+            return [self._gather(shards[0], factors)]
+        devices = device_count(self.mesh, self.layout.axes)
         share = -(-count // devices)
-        matrix = math.prod(self.kind.local) * devices * self.dtype.itemsize
-        joined = len(pieces) if factors is None else JOINED
-        least = max(math.ceil(share * matrix / LOT), -(-len(pieces) // joined))
-        lots = min(share, least)
-        step = -(-share // lots) * devices
+        matrix = math.prod(self.layout.local) * devices * self.dtype.itemsize
+        most = len(shards) if factors is None else limits.LEAVES_IN_EXCHANGE
+        least = max(
+            math.ceil(share * matrix / limits.BYTES_ON_MESH), -(-len(shards) // most)
+        )
+        chunks = min(share, least)
+        size = -(-share // chunks) * devices
 
-        def lot(first: int, members: list[jax.Array]) -> list[jax.Array]:
-            own = None if factors is None else factors[first : first + step]
-            return [self._exchanged(members, own, devices)]
+        def run(first: int, members: list[jax.Array]) -> list[jax.Array]:
+            own = None if factors is None else factors[first : first + size]
+            return [self._exchange_chunk(members, own, devices)]
 
-        return in_lots(lot, pieces, step)
+        return run_in_chunks(run, shards, size)
 
-    def _exchanged(
-        self, pieces: Sequence[jax.Array], factors: jax.Array | None, devices: int
+    def _exchange_chunk(
+        self, shards: Sequence[jax.Array], factors: jax.Array | None, devices: int
     ) -> jax.Array:
-        count = sum(map(len, pieces))
+        """One all-to-all, the iteration of this device's share, and a second one."""
+        count = sum(map(len, shards))
         share = -(-count // devices)
         if factors is None:
-            sent = _filled([transport.bits(p) for p in pieces], devices * share)
+            sent = _fill([transport.to_bits(p) for p in shards], devices * share)
         else:
-            sent = transport.packed(pieces, factors, share, devices)
-        done = self._iterated(self._swap(sent), factors is not None, share)
-        back = transport.bits(done.astype(self.dtype))
+            sent = transport.pack(shards, factors, share, devices)
+        done = self._iterate_received(self._swap(sent), factors is not None, share)
+        back = transport.to_bits(done.astype(self.dtype))
         back = self._swap(back.reshape(-1, *back.shape[2:]))
-        columns = self.kind.local[-1]
-        return transport.values(back, self.dtype)[:count, ..., :columns]
+        columns = self.layout.local[-1]
+        return transport.from_bits(back, self.dtype)[:count, ..., :columns]
 
-    def _iterated(self, got: jax.Array, packed: bool, share: int) -> jax.Array:
-        """What came from all devices as whole matrices, iterated, in pieces again.
+    def _iterate_received(self, got: jax.Array, packed: bool, share: int) -> jax.Array:
+        """Iterates what came from all devices, and divides it into shards again.
 
-        Takes (devices, share, *local), or rows of ``packed`` pieces. Returns (devices,
-        share, *local), or more columns, the last ones of no meaning.
+        Takes shards (devices, share, *local), or rows of ``packed`` ones. Returns
+        shards (devices, share, *local), or with more columns, which mean nothing.
         """
         if packed:
-            values, factors = transport.unpacked(got, self.kind.local, share)
-            done = self._on_kernels(values, factors)
+            values, factors = transport.unpack(got, self.layout.local, share)
+            done = self._iterate_shards(values, factors)
             if done is not None:
                 return done
-            ones = (1,) * len(self.kind.local)
+            ones = (1,) * len(self.layout.local)
             x = values.astype(jnp.float32) * factors.reshape(-1, share, *ones)
         else:
-            x = transport.values(got, self.dtype)
+            x = transport.from_bits(got, self.dtype)
             wide = dtypes.compute_dtype(self.dtype)
             x = x.astype(jnp.promote_types(wide, x.dtype))
-            x = x.reshape(-1, share, *self.kind.local)
-        done = self.here([transport.assembled(x, self.kind, self.mesh)])[0]
-        return transport.divided(done, self.kind, self.mesh)
+            x = x.reshape(-1, share, *self.layout.local)
+        done = self.iterate([transport.assemble(x, self.layout, self.mesh)])[0]
+        return transport.divide(done, self.layout, self.mesh)
 
-    def _on_kernels(self, values: jax.Array, factors: jax.Array) -> jax.Array | None:
-        """Whole matrices out of pieces, where the kernels take them so; or None."""
-        if len(self.kind.local) != 2 or len(self.kind.splits) > 1:
+    def _iterate_shards(
+        self, values: jax.Array, factors: jax.Array
+    ) -> jax.Array | None:
+        """Whole matrices straight from shards, if the kernels take them; else None."""
+        if not self.kernels or len(self.layout.local) != 2:
             return None
-        (m, down), (n, right) = self.kind.rows[0], self.kind.cols[0]
-        grid = size(self.mesh, down), size(self.mesh, right)
-        if not hopper.takes_pieces(
+        if len(self.layout.splits) > 1:
+            return None
+        (m, down), (n, right) = self.layout.rows[0], self.layout.cols[0]
+        grid = device_count(self.mesh, down), device_count(self.mesh, right)
+        if not hopper.takes_shards(
             values.shape[1], (m, n), grid, self.plan, self.dtype
         ):
             return None
-        steps = runs(self.plan, m * grid[0], n * grid[1], self.dtype)
+        runs = gram_runs(self.plan, m * grid[0], n * grid[1], self.dtype)
         x = values.reshape(*grid, *values.shape[1:])
-        done = newton_schulz.run_pieces(
-            x, factors.reshape(x.shape[:3]), self.plan, steps
+        done = newton_schulz.run_shards(
+            x, factors.reshape(x.shape[:3]), self.plan, runs
         )
         return done.reshape(-1, *done.shape[2:])
 
     def _swap(self, x: jax.Array) -> jax.Array:
-        """Equal parts of axis 0 to every device, and theirs in return."""
+        """Sends equal parts of axis 0 to every device, and receives theirs."""
         # XLA for CPUs gives the parts layouts of their own, and refuses the result.
         x = jax.lax.optimization_barrier(x)
-        return jax.lax.all_to_all(x, self.kind.axes, 0, 0, tiled=True)
+        return jax.lax.all_to_all(x, self.layout.axes, 0, 0, tiled=True)
 
-    def _gathered(self, piece: jax.Array, factors: jax.Array | None) -> jax.Array:
-        """Every device iterates the whole matrix and keeps its piece of the result."""
+    def _gather(self, shard: jax.Array, factors: jax.Array | None) -> jax.Array:
+        """Every device iterates the whole matrix and keeps its shard of the result."""
         if factors is None:
-            sent = transport.bits(piece)
+            sent = transport.to_bits(shard)
         else:
-            sent = transport.packed([piece], factors, 1, 1)[0]
-        got = jax.lax.all_gather(sent, self.kind.axes)
-        done = self._iterated(got, factors is not None, 1)
-        index = jax.lax.axis_index(self.kind.axes)
+            sent = transport.pack([shard], factors, 1, 1)[0]
+        got = jax.lax.all_gather(sent, self.layout.axes)
+        done = self._iterate_received(got, factors is not None, 1)
+        index = jax.lax.axis_index(self.layout.axes)
         done = jax.lax.dynamic_index_in_dim(done, index, keepdims=False)
-        return done[..., : self.kind.local[-1]]
+        return done[..., : self.layout.local[-1]]
 
-    def shared(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    def share_out(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
         """Each device iterates its share of replicated matrices; all get all."""
         x = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
         names = tuple(a for a in self.mesh.axis_names if self.mesh.shape[a] > 1)
-        devices, count = size(self.mesh, names), len(x)
+        devices, count = device_count(self.mesh, names), len(x)
         share = -(-count // devices)
-        padded = _filled([x], devices * share)
-        mine = jax.lax.axis_index(names) * share
-        done = self.here([jax.lax.dynamic_slice_in_dim(padded, mine, share)])[0]
-        sent = transport.bits(done.astype(self.dtype)).reshape(share, -1)
+        padded = _fill([x], devices * share)
+        first = jax.lax.axis_index(names) * share
+        done = self.iterate([jax.lax.dynamic_slice_in_dim(padded, first, share)])[0]
+        sent = transport.to_bits(done.astype(self.dtype)).reshape(share, -1)
         if count >= devices:
             got = jax.lax.all_gather(sent, names, tiled=True)[:count]
         else:
             got = _broadcast_first(sent[0], count, devices, names)
-        done = transport.values(got, self.dtype).reshape(x.shape)
+        done = transport.from_bits(got, self.dtype).reshape(x.shape)
         return jnp.split(done, np.cumsum([len(s) for s in stacks])[:-1])
 
 
-def _filled(parts: Sequence[jax.Array], count: int) -> jax.Array:
-    """The parts as one stack of ``count`` members, the last ones zero."""
+def _fill(parts: Sequence[jax.Array], count: int) -> jax.Array:
+    """Joins the parts to one stack of ``count`` members, the last ones zero."""
     missing = count - sum(map(len, parts))
     zeros = [jnp.zeros((missing, *parts[0].shape[1:]), parts[0].dtype)]
     parts = [*parts, *(zeros if missing else [])]
@@ -236,10 +252,11 @@ def _filled(parts: Sequence[jax.Array], count: int) -> jax.Array:
 def _broadcast_first(
     row: jax.Array, count: int, devices: int, names: Axes
 ) -> jax.Array:
-    """Rows (count, size) of the first ``count`` devices, on all.
+    """Sends the rows (size,) of the first ``count`` devices to all: (count, size).
 
-    Gathering the rows of all devices would move those that nobody needs. Each row is
-    first spread over the devices, so that every link carries count rows and one more.
+    Gathering the rows of all devices would move rows that nobody needs. Each row is
+    first spread over the devices, so that every link carries ``count`` rows and one
+    more.
     """
     spread = jnp.pad(row, (0, -row.size % devices)).reshape(devices, -1)
     pieces = jax.lax.all_to_all(spread, names, 0, 0, tiled=True)[:count]

@@ -1,21 +1,18 @@
 """Steps of matrices on the spheres of their norms."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes, roots, sharding
-from muon2_optax.arrays import tracing
+from muon2_optax import dtypes, roots
+from muon2_optax.arrays import limits, tracing
+from muon2_optax.arrays.grouping import grouped
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products
 from muon2_optax.execution.inner_products import InnerProducts, per_matrix
-from muon2_optax.sharding import Shardings
-
-# Leaves whose inner products are added up by one program, of three operands for each
-# leaf and block: XLA fuses no more than about 96.
-ALIKE = 24
+from muon2_optax.sharding import Shardings, locate
 
 
 class Leaf(NamedTuple):
@@ -32,33 +29,34 @@ def factors(
     leaves: Sequence[Leaf], rate: Any, shardings: Shardings | None
 ) -> list[tuple[jax.Array, jax.Array]]:
     """``step_factors`` of every leaf, one number per matrix each."""
-    done: list[Any] = [None] * len(leaves)
-    alone: list[int] = []
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        if sharding.undivided(x.w, shardings):
-            # Types tell over which axes of a shard_map leaves vary.
-            key = (*map(jax.typeof, (x.w, x.u, x.radius)), x.axes)
-            groups.setdefault(key, []).append(i)
-        else:
-            alone.append(i)
-    for group in groups.values():
-        most = max(1, ALIKE // len(leaves[group[0]].axes.splits))
-        for low in range(0, len(group), most):
-            some = group[low : low + most]
-            for i, found in zip(some, _stacked([leaves[i] for i in some], rate)):
-                done[i] = found
-    columns = zip(*(leaves[i] for i in alone))
-    names, axes, ws, us, radii = columns if alone else ([],) * 5
-    found = inner_products.of_pairs(names, ws, us, axes, shardings)
-    for i, radius, known in zip(alone, radii, found):
-        done[i] = step_factors(radius, known, rate)
-    return done
+    undivided = [locate(x.name, x.w, shardings).undivided for x in leaves]
+
+    def key(i: int) -> Hashable:
+        x = leaves[i]
+        # Types tell over which axes of a shard_map leaves vary.
+        types = (*map(jax.typeof, (x.w, x.u, x.radius)), x.axes)
+        return types if undivided[i] else None
+
+    def run(members: list[int]) -> list[tuple[jax.Array, jax.Array]]:
+        some = [leaves[i] for i in members]
+        if not undivided[members[0]]:
+            names, axes, ws, us, radii = zip(*some)
+            known = inner_products.of_pairs(names, ws, us, axes, shardings)
+            return [step_factors(r, k, rate) for r, k in zip(radii, known)]
+        most = max(1, limits.LEAVES_ON_SPHERE // len(some[0].axes.splits))
+        few = (some[low : low + most] for low in range(0, len(some), most))
+        return [
+            factors for part in few for factors in _step_factors_stacked(part, rate)
+        ]
+
+    return grouped(range(len(leaves)), key, run)
 
 
-def _stacked(leaves: Sequence[Leaf], rate: Any) -> list[tuple[jax.Array, jax.Array]]:
-    """The same for leaves alike on one device."""
-    known = inner_products.of_alike(
+def _step_factors_stacked(
+    leaves: Sequence[Leaf], rate: Any
+) -> list[tuple[jax.Array, jax.Array]]:
+    """``step_factors`` of equal leaves on one device, in one program."""
+    known = inner_products.of_equal_leaves(
         [x.w for x in leaves], [x.u for x in leaves], leaves[0].axes
     )
     factors = step_factors(jnp.stack([x.radius for x in leaves]), known, rate)

@@ -1,8 +1,8 @@
-"""What changes hands on a mesh: local pieces of matrices, 16 bits wide where they can.
+"""What devices of a mesh send each other: shards of matrices, 16 bits wide if possible.
 
-A leaf's local part holds one piece of each of its matrices. Here pieces are cut out of
-leaves and put back, narrowed for the journey and widened after it, and joined to whole
-matrices and divided again.
+A device's part of a leaf holds one shard of each of its matrices. Here shards are cut
+out of leaves and put back, narrowed and packed before they travel, unpacked where they
+arrive, and assembled to whole matrices and divided again.
 """
 
 import dataclasses
@@ -14,9 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon2_optax.arrays.stacks import TOGETHER, joined, rows_major, take, totals
+from muon2_optax.arrays import limits
+from muon2_optax.arrays.stacks import (
+    concatenate_few,
+    slice_parts,
+    store_row_major,
+    sum_rows,
+)
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.sharding import Axes, Placement
+from muon2_optax.sharding import Axes, Location
 
 Side = tuple[tuple[int, Axes], ...]
 # 16-bit numbers after which values begin anew, where that is a small part of the whole:
@@ -25,13 +31,12 @@ ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """How the matrices of a leaf are stored: leaves that agree travel together.
+class ShardLayout:
+    """How a mesh stores the matrices of a leaf: leaves that agree travel together.
 
     Attributes:
-      rows, cols: per dimension of the side, its local size and the mesh axes that
-      divide
-        it. Rows are the inputs, or the outputs where ``swapped`` leaves are turned.
+      rows, cols: for each dimension of the side its local size, and the mesh axes that
+        divide it. Rows are the inputs, or the outputs of a leaf that is transposed.
       splits: sizes of independent blocks along the columns.
     """
 
@@ -45,108 +50,132 @@ class Stored:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The shape of a piece: row dimensions, then column dimensions."""
+        """The shape of a shard: row dimensions, then column dimensions."""
         return tuple(n for n, _ in self.rows + self.cols)
 
 
-def stored(
-    axes: ResolvedAxes, place: Placement, turn_squares: bool
-) -> tuple[Stored, bool]:
-    """The storage of one leaf, and whether its sides were swapped to be canonical.
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """What is known of a leaf on a mesh.
 
-    ``turn_squares``: a square matrix may be turned, so that one divided along either
-    side is the same task. Not under a one-sided normalization: there, sides differ.
+    Attributes:
+      axes: of its matrices.
+      location: where it lives.
+      layout: how its matrices are stored.
+      transposed: whether they run transposed, so that more leaves have one layout.
     """
-    ins, outs = (_side(axes, place, dims) for dims in (axes.ins, axes.outs))
-    if len(axes.splits) > 1:
-        return Stored(ins, outs, axes.splits), False
-    fan_out = axes.splits[0]
-    tall = axes.fan_in > fan_out
-    turned = turn_squares and axes.fan_in == fan_out and not any(a for _, a in ins)
-    swapped = tall or (turned and any(a for _, a in outs))
-    rows, cols = (outs, ins) if swapped else (ins, outs)
-    return Stored(rows, cols, (axes.fan_in if swapped else fan_out,)), swapped
+
+    axes: ResolvedAxes
+    location: Location
+    layout: ShardLayout
+    transposed: bool
+
+    @classmethod
+    def of(
+        cls, axes: ResolvedAxes, location: Location, either_way: bool
+    ) -> "StoredLeaf":
+        """Chooses the orientation in which most leaves have one layout.
+
+        Tall matrices run transposed. Where square ones may run ``either_way``, those
+        divided along their outputs run as those divided along their inputs do.
+        """
+        ins, outs = (_side(axes, location, dims) for dims in (axes.ins, axes.outs))
+        if len(axes.splits) > 1:
+            return cls(axes, location, ShardLayout(ins, outs, axes.splits), False)
+        fan_out = axes.splits[0]
+        square = either_way and axes.fan_in == fan_out
+        turned = square and not any(a for _, a in ins) and any(a for _, a in outs)
+        if axes.fan_in > fan_out or turned:
+            return cls(axes, location, ShardLayout(outs, ins, (axes.fan_in,)), True)
+        return cls(axes, location, ShardLayout(ins, outs, (fan_out,)), False)
+
+    @property
+    def divided(self) -> bool:
+        """Whether mesh axes divide any dimension; if not, the leaf is replicated."""
+        return any(self.location.dims)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The leaf's dimensions: batch, then rows, then columns."""
+        sides = self.axes.ins, self.axes.outs
+        first, second = sides[::-1] if self.transposed else sides
+        return self.axes.batch + first + second
 
 
-def _side(axes: ResolvedAxes, place: Placement, dims: tuple[int, ...]) -> Side:
+def _side(axes: ResolvedAxes, location: Location, dims: tuple[int, ...]) -> Side:
     side = [
-        (axes.shape[d] // size(place.mesh, place.dims[d]), place.dims[d]) for d in dims
+        (
+            axes.shape[d] // device_count(location.mesh, location.dims[d]),
+            location.dims[d],
+        )
+        for d in dims
     ]
     if not any(divided for _, divided in side[1:]):
-        # Only the outermost dimension is divided: flattened, pieces stay contiguous.
+        # Only the outermost dimension is divided: flattened, shards stay contiguous.
         side = [(math.prod(n for n, _ in side), side[0][1])]
     return tuple(side)
 
 
-def size(mesh: Any, axes: Axes) -> int:
+def device_count(mesh: Any, axes: Axes) -> int:
     """Devices along these axes of a mesh."""
     return math.prod(mesh.shape[a] for a in axes)
 
 
-def cut(x: jax.Array, axes: ResolvedAxes, swapped: bool, kind: Stored) -> jax.Array:
-    """A local leaf as pieces (count, *row dimensions, *column dimensions)."""
-    x = jnp.transpose(x, _order(axes, swapped))
-    return x.reshape(-1, *kind.local)
+def cut_shards(x: jax.Array, leaf: StoredLeaf) -> jax.Array:
+    """A device's part of a leaf as shards (count, *row and *column dimensions)."""
+    return jnp.transpose(x, leaf.order).reshape(-1, *leaf.layout.local)
 
 
-def put_back(
-    x: jax.Array, like: jax.Array, axes: ResolvedAxes, swapped: bool
-) -> jax.Array:
-    """Inverse of ``cut``."""
-    order = _order(axes, swapped)
-    x = x.reshape([like.shape[d] for d in order])
-    back = tuple(np.argsort(order).tolist())
+def restore_part(shards: jax.Array, like: jax.Array, leaf: StoredLeaf) -> jax.Array:
+    """Inverse of ``cut_shards``, in the shape and dtype of ``like``."""
+    x = shards.reshape([like.shape[d] for d in leaf.order])
+    back = tuple(np.argsort(leaf.order).tolist())
     x = jnp.transpose(x, back)
     if x.dtype == jnp.float16 and back != tuple(range(x.ndim)):
-        # On GPUs: transposed in a pass of its own. Joined to the update of a parameter
-        # it would keep that from being done in place.
-        x = rows_major(x)
+        # On GPUs: transposed in a pass of its own. XLA would fuse it with the update of
+        # the parameter, which could then not be done in place.
+        x = store_row_major(x)
     return x.astype(like.dtype)
 
 
-def _order(axes: ResolvedAxes, swapped: bool) -> tuple[int, ...]:
-    first, second = (axes.outs, axes.ins) if swapped else (axes.ins, axes.outs)
-    return axes.batch + first + second
-
-
-def narrowed(
+def narrow(
     xs: Sequence[jax.Array], axes: Sequence[ResolvedAxes], dtype: jnp.dtype
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Leaves in the dtype that travels, and the factor (count,) of every piece.
+    """Leaves in the dtype that travels, and the root mean square of every shard.
 
-    float16 does not reach as far as the values do before they are normalized, so each
-    piece is divided by its root mean square, which also says what its matrix's norm is.
-    Other dtypes need no factors: None. Neither do leaves of several blocks: those are
-    matrices of their own, whose sizes can differ by any factor, and go out in float32;
-    nor float64 leaves, which stay as they are.
+    The values are not normalized yet, and may be out of float16's range. So each shard
+    is divided by its root mean square, (count,) of all leaves, from which the receiver
+    also computes the norm of the matrix. Other dtypes need none: None. Leaves of
+    several blocks travel in float32, because blocks are matrices of their own, whose
+    sizes can differ by any factor; float64 leaves stay as they are.
     """
     if xs[0].dtype == jnp.float64 and dtype != jnp.float64:
-        # They are normalized first, where they arrive: few have float32's range.
+        # They are normalized where they arrive: their range may be float64's.
         return list(xs), None
     if dtype != jnp.float16:
         return [x.astype(dtype) for x in xs], None
     wide = [x.astype(jnp.float32) for x in xs]
     if len(axes[0].splits) > 1:
         return wide, None
-    # In float64, where the squares of any float32 fit. Along the leaf's last axis
-    # first, which one pass over the leaf serves together with whatever made it, and
-    # then all rows of all leaves in one small program.
+    # In float64, where the squares of any float32 fit. First along the leaf's last
+    # axis, which XLA fuses with whatever computed the leaf; then the rows of all leaves
+    # in one small program.
     with jax.enable_x64(True):
         rows = [_row_sums(x, a) for x, a in zip(wide, axes)]
-        piece = max(1, xs[0].size // max(1, len(rows[0])))
-        factors = jnp.sqrt(totals(rows) / piece).astype(jnp.float32)
+        size = max(1, xs[0].size // max(1, len(rows[0])))
+        factors = jnp.sqrt(sum_rows(rows) / size).astype(jnp.float32)
     divisors = jnp.where(factors == 0, 1, factors)
-    narrow, start = [], 0
+    narrowed, start = [], 0
     for x, a, r in zip(wide, axes, rows):
         shape = [n if d in a.batch else 1 for d, n in enumerate(x.shape)]
         divisor = divisors[start : start + len(r)].reshape(shape)
-        narrow.append((x / divisor).astype(dtype))
+        narrowed.append((x / divisor).astype(dtype))
         start += len(r)
-    return narrow, factors
+    return narrowed, factors
 
 
 def _row_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """Sums of squares (count, rows) of the rows of every piece of a leaf, float64."""
+    """Sums of squares of the rows of every shard of a leaf, (count, rows), float64."""
     inside = axes.ins + axes.outs
     over = (x.ndim - 1,) if x.ndim - 1 in inside else inside
     rows = jnp.sum(jnp.square(x.astype(jnp.float64)), axis=over, keepdims=True)
@@ -154,35 +183,37 @@ def _row_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     return jnp.transpose(rows, axes.batch + inside).reshape(count, -1)
 
 
-def packed(
-    pieces: Sequence[jax.Array], factors: jax.Array, share: int, rows: int
+def pack(
+    shards: Sequence[jax.Array], factors: jax.Array, share: int, rows: int
 ) -> jax.Array:
-    """(rows, width): in each row the pieces and then the factors of ``share`` matrices.
+    """Rows that hold the shards of ``share`` matrices each, and then their factors.
 
-    The last rows hold fewer, or none, and zeros.
+    Returns:
+      (rows, width) of 16-bit integers. The last rows hold fewer matrices, or none, and
+      zeros.
     """
-    one = math.prod(pieces[0].shape[1:])
+    one = math.prod(shards[0].shape[1:])
     fill = -(2 * share) % ALIGNMENT if one * share >= 64 * ALIGNMENT else 0
     parts = []
     for low in range(0, rows * share, share):
-        own, here = factors[low : low + share], take(pieces, low, low + share)
+        own, here = factors[low : low + share], slice_parts(shards, low, low + share)
         missing = share - len(own)
         ends = jax.lax.bitcast_convert_type(own, jnp.uint16).reshape(-1)
         parts.append([
-            *(bits(x) for x in joined([p.reshape(-1) for p in here])),
+            *(to_bits(x) for x in concatenate_few([p.reshape(-1) for p in here])),
             *([jnp.zeros(missing * one, jnp.uint16)] if missing else []),
             jnp.pad(ends, (0, 2 * missing + fill)),
         ])  # fmt: skip
-    if sum(map(len, parts)) <= TOGETHER:
+    if sum(map(len, parts)) <= limits.ARRAYS_IN_CONCATENATION:
         return jnp.concatenate(sum(parts, [])).reshape(rows, -1)
-    # XLA makes one of two joints in a row, but not of these.
+    # A new axis between the two keeps XLA from merging back-to-back concatenates.
     return jnp.concatenate([jnp.concatenate(row)[None] for row in parts])
 
 
-def unpacked(
+def unpack(
     rows: jax.Array, local: tuple[int, ...], share: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Inverse of ``packed`` for rows (devices, ...).
+    """Inverse of ``pack`` for rows (devices, ...).
 
     Returns values (devices, share, *local) and factors (devices, share).
     """
@@ -193,34 +224,34 @@ def unpacked(
     return values.reshape(len(rows), share, *local), factors
 
 
-def bits(x: jax.Array) -> jax.Array:
-    """16-bit values travel as integers, which no backend widens on the way."""
+def to_bits(x: jax.Array) -> jax.Array:
+    """16-bit values as integers, which no backend widens on the way."""
     narrow = x.dtype.itemsize == 2
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if narrow else x
 
 
-def values(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Inverse of ``bits``."""
+def from_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Inverse of ``to_bits``."""
     narrow = x.dtype == jnp.uint16
     return jax.lax.bitcast_convert_type(x, dtype) if narrow else x
 
 
-def assembled(x: jax.Array, kind: Stored, mesh: Any) -> jax.Array:
-    """(devices, share, *local dimensions) to (share, *whole dimensions)."""
-    sizes = [mesh.shape[a] for a in kind.axes]
+def assemble(x: jax.Array, layout: ShardLayout, mesh: Any) -> jax.Array:
+    """Whole matrices (share, *dimensions) of shards (devices, share, *local)."""
+    sizes = [mesh.shape[a] for a in layout.axes]
     x = x.reshape(*sizes, *x.shape[1:])
     order, shape, axis = [len(sizes)], [x.shape[len(sizes)]], 0
-    for i, (n, divided) in enumerate(kind.rows + kind.cols):
+    for i, (n, divided) in enumerate(layout.rows + layout.cols):
         order += [*range(axis, axis + len(divided)), len(sizes) + 1 + i]
         axis += len(divided)
-        shape.append(n * size(mesh, divided))
+        shape.append(n * device_count(mesh, divided))
     return jnp.transpose(x, order).reshape(shape)
 
 
-def divided(x: jax.Array, kind: Stored, mesh: Any) -> jax.Array:
-    """Inverse of ``assembled``: the pieces of every device in front."""
+def divide(x: jax.Array, layout: ShardLayout, mesh: Any) -> jax.Array:
+    """Inverse of ``assemble``: (devices, share, *local)."""
     shape, front, back = [len(x)], [], [0]
-    for n, axes in kind.rows + kind.cols:
+    for n, axes in layout.rows + layout.cols:
         front += range(len(shape), len(shape) + len(axes))
         shape += [*(mesh.shape[a] for a in axes), n]
         back.append(len(shape) - 1)

@@ -1,7 +1,7 @@
 """The kernel of ``symmetric``, in Pallas for NVIDIA Hopper.
 
-Persistent: each cluster of thread blocks takes every so many squares of the results.
-One warpgroup copies tiles of A and B to shared memory, two multiply them.
+Persistent: each cluster of thread blocks computes every so many output tiles of the
+results. One warpgroup copies tiles of A and B to shared memory, two multiply them.
 """
 
 import functools
@@ -13,10 +13,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from muon2_optax.arrays.stacks import varying_like
+from muon2_optax.arrays.stacks import vary_like
 from muon2_optax.kernels.epilogue import BLOCK, SEMANTICS, Epilogue
 from muon2_optax.kernels.pipeline import MULTIPLY, SWIZZLED, Pipeline, buffers
-from muon2_optax.kernels.tile_scheduler import Square, Squares
+from muon2_optax.kernels.tile_scheduler import OutputTile, TileScheduler
 from muon2_optax.kernels.tiles import Tiles, Work
 
 # Registers of a thread that only copies, and of one that multiplies: what is left.
@@ -36,7 +36,7 @@ def launch(
     how: Any,
     cut: tuple[int, int],
 ) -> jax.Array:
-    """The symmetric product, or A B, in as many pieces as ``cut`` says."""
+    """The symmetric product, or A B, in as many shards as ``cut`` says."""
     run = plgpu.kernel(
         functools.partial(kernel, tiles=tiles, cut=cut),
         out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
@@ -51,7 +51,7 @@ def launch(
     )
     # Its indices are of 32 bits, also where Python's integers would become 64.
     with jax.enable_x64(False):
-        return varying_like(run(factors, counts, *operands), *operands)
+        return vary_like(run(factors, counts, *operands), *operands)
 
 
 def kernel(
@@ -65,7 +65,7 @@ def kernel(
 ) -> None:
     """A B^T times factors[0], and the first C of ``rest`` times theirs.
 
-    Or A B, not symmetric, in ``cut`` pieces along rows and columns: out_hbm is then
+    Or A B, not symmetric, in ``cut`` shards along rows and columns: out_hbm is then
     (rows * columns * L, m / rows, n / columns). Both are one kernel, because compilers
     take long for it: they differ in the tiles of B and in what is stored twice.
     """
@@ -74,7 +74,7 @@ def kernel(
     work = Work(*(counts[i] for i in range(len(Work._fields))))
     work = work._replace(plain=work.plain == 1)
     shapes = a_hbm.shape, b_hbm.shape, out_hbm.shape
-    squares = Squares(work, shapes, tiles, cut)
+    scheduler = TileScheduler(work, shapes, tiles, cut)
     most = max(1, len(c_hbm))
     share = tiles.rows // MULTIPLY, tiles.side
     rows = pl.ds(group * share[0], share[0])
@@ -84,26 +84,25 @@ def kernel(
 
         def feed() -> None:
             plgpu.set_max_registers(FEEDS, action="decrease")
-            squares.each(
-                lambda square, before: pipeline.feed(square, before, a_hbm, b_hbm)
+            scheduler.each(
+                lambda tile, before: pipeline.feed(tile, before, a_hbm, b_hbm)
             )
             pipeline.close()
 
         def multiply() -> None:
             plgpu.set_max_registers(MULTIPLIES, action="increase")
             pipeline.open()
-            squares.each(
-                lambda square, before: pl.run_scoped(
-                    functools.partial(finish, square, before),
+            scheduler.each(
+                lambda tile, before: pl.run_scoped(
+                    functools.partial(finish, tile, before),
                     plgpu.ACC(share, jnp.float32),
                 )
             )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def finish(square: Square, before: Any, acc: Any) -> None:
+        def finish(tile: OutputTile, before: Any, acc: Any) -> None:
             place, target = (
-                (at[0], at[1] + rows.start, at[2])
-                for at in (square.place, square.target)
+                (at[0], at[1] + rows.start, at[2]) for at in (tile.place, tile.target)
             )
             epilogue = Epilogue(
                 factors, work.addends, c_hbm, out_hbm, blocks.at[group],
@@ -111,7 +110,7 @@ def kernel(
             )  # fmt: skip
             epilogue.start()
             pipeline.multiply(before, acc, rows)
-            epilogue.store(acc[...], square.mirrored)
+            epilogue.store(acc[...], tile.mirrored)
 
         lax.cond(group < MULTIPLY, multiply, feed)
 

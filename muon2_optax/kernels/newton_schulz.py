@@ -1,4 +1,4 @@
-"""Newton-Schulz iterations on the symmetric products' kernel, for NVIDIA Hopper.
+"""Newton-Schulz iterations on the kernel for symmetric products, for NVIDIA Hopper.
 
 The same polynomials as in ``iteration``, arranged so that every scaling and addition
 happens where a product is written: the input enters multiplied by the product of the
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax.arrays import stacks, tracing
+from muon2_optax.iteration import frobenius_divisor
 from muon2_optax.kernels import packing, symmetric
 from muon2_optax.schedules.coefficients import Frobenius, Plan
 
@@ -25,7 +26,7 @@ GRAIN = 512.0
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
 
-class Stack(NamedTuple):
+class StackSize(NamedTuple):
     """How many panels a stack has, and how many Gram matrices are kept beside it."""
 
     panels: int
@@ -35,60 +36,68 @@ class Stack(NamedTuple):
 def run(
     matrices: Sequence[jax.Array],
     plan: Plan,
-    chunks: Sequence[Sequence[Any]],
-    size: Stack,
+    runs: Sequence[Sequence[Any]],
+    size: StackSize,
     dtype: jnp.dtype,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Normalizes and iterates the matrices of all stacks, in stacks of one size.
 
     A panel has as many columns as rows, so that stacks of matrices of all n may have
-    the shape of their Gram matrices, and share their kernels. A stack ends with panels
-    that are not computed where a lot has fewer members: lots of all lengths share them.
+    the shape of their Gram matrices, and share their kernels. Where a chunk has fewer
+    members, the last panels of its stack are not computed, so that chunks of all
+    lengths share the kernels.
     """
     m, n = sorted(matrices[0].shape[-2:])
     each = symmetric.panels(m, n)
-    # Those of one form in a row: fewer programs write them. Tall ones first: such that
-    # fill a stack are not copied into it.
+    # Tall and wide ones apart, so that fewer programs write them. Tall ones first:
+    # where they fill a stack, they are not copied into it.
     order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape[-2] == m)
     ordered = [matrices[i] for i in order]
-    flat = stacks.as_parts(ordered)
+    flat = stacks.to_stacks(ordered)
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.rows))
-    # As many for each lot: so lots that are alike share their programs.
+    # As many for each chunk, so that chunks that are alike share their programs.
     most = size.panels // each
     factors = jnp.pad(factors, (0, -len(factors) % most))
 
-    def lot(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
+    def run_chunk(first: int, members: Sequence[jax.Array]) -> list[jax.Array]:
         filled = sum(map(len, members))
         mine = factors[first : first + most]
-        stack = packing.written(members, mine, gain(plan.rows) < 0, size.panels, dtype)
-        outputs = iterate(
-            stack, chunks, interpret, members=filled, columns=n, grams=size.grams
+        stack = packing.write_panels(
+            members, mine, gain(plan.rows) < 0, size.panels, dtype
         )
-        return packing.read(outputs, members)
+        outputs = iterate(
+            stack, runs, interpret, members=filled, columns=n, grams=size.grams
+        )
+        return packing.read_panels(outputs, members)
 
-    done = dict(zip(order, stacks.all_like(stacks.in_lots(lot, flat, most), ordered)))
+    done = dict(
+        zip(
+            order,
+            stacks.reshape_like(stacks.run_in_chunks(run_chunk, flat, most), ordered),
+        )
+    )
     return tuple(done[i] for i in range(len(matrices)))
 
 
-def run_pieces(
+def run_shards(
     values: jax.Array,
     sizes: jax.Array,
     plan: Plan,
-    chunks: Sequence[Sequence[Any]],
+    runs: Sequence[Sequence[Any]],
     interpret: Any = None,
 ) -> jax.Array:
-    """Matrices that come in equal pieces, normalized by what is known of the pieces.
+    """Iterates matrices that come in equal shards, normalized by the shards' sizes.
 
     Args:
-      values: (rows, columns, L, m, n) of 16 bits: L matrices of rows x columns pieces.
-      sizes: (rows, columns, L) float32, the pieces' root mean squares; the entries of
+      values: (rows, columns, L, m, n) of 16 bits: L matrices of rows x columns shards.
+      sizes: (rows, columns, L) float32, the shards' root mean squares; the entries of
         the matrices are ``sizes * values``.
 
     Returns:
-      The results as pieces, (rows, columns, L, m, k) with k >= n; the columns after the
-      n-th mean nothing. No pass over the matrices divides them into pieces again: the
+      The results as shards, (rows, columns, L, m, k) with k >= n; the columns after the
+      n-th mean nothing. No pass over the matrices divides them into shards again: the
       last product writes them so.
     """
     down, right, stack, m, n = values.shape
@@ -101,18 +110,18 @@ def run_pieces(
     x = values.astype(jnp.float32) * factors[..., None, None]
     x = jnp.pad(x.astype(values.dtype), [(0, 0)] * 4 + [(0, -n % COLUMNS)])
     x = jnp.transpose(x, (2, 0, 3, 1, 4)).reshape(stack, down * m, -1)
-    return iterate(x, chunks, interpret, pieces=(down, right))
+    return iterate(x, runs, interpret, shards=(down, right))
 
 
 def _factors(parts: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.Array:
-    """Whose squares normalize each matrix of the parts to ``scale``, (total count,).
+    """Factors (total count,) whose squares normalize each matrix to ``scale``.
 
     Squares are summed in float64, where those of any float32 fit: one pass over the
     values. Roots, because ``scale`` / norm may be out of the range of float32.
     """
     wide = jnp.result_type(jnp.float32, *parts)
     with jax.enable_x64(True):
-        norm = _divisor(jnp.sqrt(stacks.totals(_row_squares(parts))), how)
+        norm = _divisor(jnp.sqrt(stacks.sum_rows(_row_squares(parts))), how)
         return jnp.sqrt(abs(scale) / norm).astype(wide)
 
 
@@ -123,8 +132,8 @@ def _row_squares(x: jax.Array) -> jax.Array:
 
 
 def _divisor(norm: jax.Array, how: Frobenius) -> jax.Array:
-    """What matrices of these norms are divided by."""
-    norm = jnp.maximum(how.factor * norm + how.eps, how.floor)
+    """What matrices of these norms are divided by, never 0."""
+    norm = frobenius_divisor(norm, how)
     # An infinite entry makes its matrix NaN.
     return jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
 
@@ -136,9 +145,9 @@ def gain(rows: Sequence[Any]) -> float:
 
 def iterate(
     x: jax.Array,
-    chunks: Sequence[Sequence[Any]],
+    runs: Sequence[Sequence[Any]],
     interpret: Any = None,
-    pieces: tuple[int, int] | None = None,
+    shards: tuple[int, int] | None = None,
     members: int | None = None,
     columns: int | None = None,
     grams: int | None = None,
@@ -148,26 +157,27 @@ def iterate(
     Only on the first ``members`` of them, if that is given; of ``columns`` in panels of
     n, if that is; with stacks of ``grams`` Gram matrices.
 
-    Returns (L, m, n), or with ``pieces`` (rows, columns) that many of each matrix,
+    Returns (L, m, n), or with ``shards`` (rows, columns) that many of each matrix,
     (rows, columns, L, m / rows, n / columns).
     """
-    scale = gain([row for rows in chunks for row in rows])
+    scale = gain([row for rows in runs for row in rows])
     m = x.shape[-2]
     options = {"members": members, "interpret": interpret}
     product = functools.partial(symmetric.product, tiles=tiles_for(m), **options)
-    down, _ = pieces or (1, 1)
+    down, _ = shards or (1, 1)
     wide = symmetric.Tiles() if m // down % 256 == 0 else SMALL
-    added = functools.partial(symmetric.added, tiles=wide, **options)
-    for i, rows in enumerate(chunks):
+    add_product = functools.partial(symmetric.add_product, tiles=wide, **options)
+    for i, rows in enumerate(runs):
         r = product(x, x, alpha=GRAIN / scale**2, columns=columns, results=grams)
         p = _factor(r, rows, product)
-        last = pieces if i + 1 == len(chunks) else None
-        x = added(p, x, columns=columns, pieces=last)
+        last = shards if i + 1 == len(runs) else None
+        x = add_product(p, x, columns=columns, shards=last)
         scale /= gain(rows)
     return x
 
 
 def tiles_for(m: int) -> symmetric.Tiles:
+    """The tiles of products of (m, m) matrices."""
     return SMALL if m % 256 or m < 1024 else symmetric.Tiles()
 
 

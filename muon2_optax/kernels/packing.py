@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax.arrays import tracing
+from muon2_optax.arrays import limits, tracing
 from muon2_optax.arrays.grouping import consecutive
-from muon2_optax.arrays.stacks import rows_major
+from muon2_optax.arrays.stacks import store_row_major
 from muon2_optax.kernels.symmetric import panels
-
-# Leaves in a group: of 11 and more, XLA for GPUs writes one element per thread, at a
-# third of the bandwidth.
-TOGETHER = 10
-# And their entries: so many that starting the next program is nothing beside them.
-ENTRIES = 10 * 2**22
 
 # Along axis 0. No offset is negative here, which each program would have to find out.
 _slice = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
@@ -44,23 +38,23 @@ class Group(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of matrices."""
+        """How many matrices there are."""
         return sum(map(len, self.members))
 
     @property
     def each(self) -> int:
-        """Panels of a matrix."""
+        """How many panels a matrix has."""
         return panels(*sorted(self.members[0].shape[1:]))
 
 
-def written(
+def write_panels(
     members: Sequence[jax.Array],
     factors: jax.Array,
     negative: bool,
     size: int,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Panels (size, m, m): matrices times their factors' squares, or minus that.
+    """A stack of panels (size, m, m) of matrices times their factors' squares.
 
     Args:
       members: (count, m, n) or (count, n, m) each.
@@ -72,10 +66,10 @@ def written(
     m = min(members[0].shape[1:])
     stack = jax.lax.empty((size, m, m), dtype)
     # XLA's program for what is turned writes any number fast.
-    groups = _grouped(members, turned=len(members))
-    for group, mine in zip(groups, _apart(factors, groups)):
+    groups = _group(members, turned=len(members))
+    for group, mine in zip(groups, _hide_equality(factors, groups)):
         mine = _slice(mine, group.start, group.total)
-        ready = _ready(mine, *group.members, negative=negative, dtype=dtype)
+        ready = _make_panels(mine, *group.members, negative=negative, dtype=dtype)
         if len(ready) == size:
             # All there are: what is turned need not be copied.
             return ready
@@ -83,29 +77,30 @@ def written(
     return stack
 
 
-def read(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
-    """The matrices that stand where ``written`` puts the members, in order."""
+def read_panels(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
+    """The matrices that stand where ``write_panels`` puts the members, in order."""
     done = []
-    groups = _grouped(members, turned=1)
+    groups = _group(members, turned=1)
     # As rows from here on: XLA would reshape matrices leaf after leaf.
     rows = stack.reshape(-1, stack.shape[-1])
-    for group, mine in zip(groups, _apart(rows, groups)):
+    for group, mine in zip(groups, _hide_equality(rows, groups)):
         high = group.each * stack.shape[-1]
         mine = _slice(mine, group.start * high, group.total * high)
         some = group.members
-        done += _members(mine, count=len(some), shape=some[0].shape)
+        done += _split_group(mine, count=len(some), shape=some[0].shape)
     return done
 
 
-def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
-    """Those in a row that are alike, a few at a time, or so many that are turned.
+def _group(members: Sequence[jax.Array], turned: int) -> list[Group]:
+    """Members in a row that are alike, a few at a time; ``turned``: how many tall ones.
 
     Few, because XLA also takes long to compile large programs.
     """
 
     def most(kind: Any) -> int:
         shape, _ = kind
-        few = max(1, min(TOGETHER, ENTRIES // math.prod(shape)))
+        few = limits.ENTRIES_IN_PANEL_WRITE // math.prod(shape)
+        few = max(1, min(limits.LEAVES_IN_PANEL_WRITE, few))
         return turned if _tall(shape) else few
 
     found = consecutive(members, lambda y: (y.shape, y.dtype), most)
@@ -116,7 +111,7 @@ def _grouped(members: Sequence[jax.Array], turned: int) -> list[Group]:
 
 
 @tracing.once
-def _ready(
+def _make_panels(
     factors: jax.Array, *members: jax.Array, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """A group's panels: its matrices times their factors' squares, or minus that."""
@@ -124,17 +119,17 @@ def _ready(
     # One by one: a factor that varies along an array is loaded for each element.
     own = jax.lax.split(factors, list(map(len, parts)))
     how = {"negative": negative, "dtype": dtype}
-    rows = jnp.concatenate([_times(y, f, **how) for y, f in zip(parts, own)])
-    return _divided(rows.reshape(-1, *members[0].shape[1:]))
+    rows = jnp.concatenate([_scale_rows(y, f, **how) for y, f in zip(parts, own)])
+    return _cut_panels(rows.reshape(-1, *members[0].shape[1:]))
 
 
 @tracing.once
-def _times(
+def _scale_rows(
     y: jax.Array, factors: jax.Array, *, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Matrices times their factors' squares, or minus that, as rows (count * m, n).
 
-    As rows for the reason that ``read`` has.
+    As rows for the reason that ``read_panels`` has.
     """
     factor = factors[:, None, None]
     # One after the other: the square may be out of range where both products fit.
@@ -142,8 +137,11 @@ def _times(
     return y.astype(dtype).reshape(-1, y.shape[-1])
 
 
-def _apart(x: jax.Array, groups: Sequence[Group]) -> Sequence[jax.Array]:
-    """One for each group to XLA, which makes one program of all that read the same."""
+def _hide_equality(x: jax.Array, groups: Sequence[Group]) -> Sequence[jax.Array]:
+    """Copies of x, one for each group, that XLA does not know to be equal.
+
+    It would make one large program of all that read the same array.
+    """
     return jax.lax.optimization_barrier((x,) * len(groups))
 
 
@@ -151,7 +149,7 @@ def _tall(shape: Sequence[int]) -> bool:
     return shape[-2] > shape[-1]
 
 
-def _divided(y: jax.Array) -> jax.Array:
+def _cut_panels(y: jax.Array) -> jax.Array:
     """Matrices (L, m, n) or (L, n, m) as panels (L * panels, m, m).
 
     Columns of zeros behind the others change nothing.
@@ -159,7 +157,7 @@ def _divided(y: jax.Array) -> jax.Array:
     m, n = sorted(y.shape[1:])
     if m == n:
         return y
-    y = rows_major(y)
+    y = store_row_major(y)
     y = jnp.pad(y, [(0, 0), *((0, -k % m) for k in y.shape[1:])])
     if not _tall(y.shape):
         return jnp.swapaxes(y.reshape(-1, m, panels(m, n), m), 1, 2).reshape(-1, m, m)
@@ -169,17 +167,19 @@ def _divided(y: jax.Array) -> jax.Array:
 
 
 @tracing.once
-def _members(rows: jax.Array, *, count: int, shape: tuple[int, ...]) -> list[jax.Array]:
+def _split_group(
+    rows: jax.Array, *, count: int, shape: tuple[int, ...]
+) -> list[jax.Array]:
     """A group's members, ``count`` of one shape, from the rows of its panels."""
-    whole = _whole(rows, shape[1:])
+    whole = _join_panels(rows, shape[1:])
     own = jax.lax.split(whole, [len(whole) // count] * count)
     return [x.reshape(shape) for x in own]
 
 
-def _whole(rows: jax.Array, sides: tuple[int, ...]) -> jax.Array:
+def _join_panels(rows: jax.Array, sides: tuple[int, ...]) -> jax.Array:
     """Panels (count * panels * m, m) as matrices (count * sides[0], sides[1]).
 
-    The inverse of ``_divided``, but for stacks that stand as rows.
+    The inverse of ``_cut_panels``, but for stacks that stand as rows.
     """
     m, n = sorted(sides)
     if m == n:
@@ -189,4 +189,4 @@ def _whole(rows: jax.Array, sides: tuple[int, ...]) -> jax.Array:
     rows = rows.reshape(-1, each * m)[:, :n]
     if not _tall(sides):
         return rows
-    return rows_major(rows_major(rows.reshape(-1, m, n)).mT).reshape(-1, m)
+    return store_row_major(store_row_major(rows.reshape(-1, m, n)).mT).reshape(-1, m)

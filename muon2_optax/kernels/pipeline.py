@@ -12,7 +12,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from muon2_optax.kernels.tile_scheduler import Square
+from muon2_optax.kernels.tile_scheduler import OutputTile
 from muon2_optax.kernels.tiles import Tiles, Work
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -78,11 +78,11 @@ class Pipeline:
         for stage in range(self.tiles.stages):
             plgpu.barrier_wait(self.freed.at[stage])
 
-    def feed(self, square: Square, before: Any, a_hbm: Any, b_hbm: Any) -> None:
-        """Copies what a square is made of; ``before``: steps of the squares before."""
+    def feed(self, tile: OutputTile, before: Any, a_hbm: Any, b_hbm: Any) -> None:
+        """Copies what a tile is made of; ``before``: steps of the tiles before it."""
         transposed, plain = self.b
-        rows = pl.ds(square.a[1], self.tiles.rows)
-        columns = pl.ds(square.b[1], self.tiles.side)
+        rows = pl.ds(tile.a[1], self.tiles.rows)
+        columns = pl.ds(tile.b[1], self.tiles.side)
         shared = "part" if self.tiles.cluster > 1 else None
 
         def step(k: Any, _: Any) -> None:
@@ -96,12 +96,12 @@ class Pipeline:
                     collective_axes=shared,
                 )  # fmt: skip
 
-            copy(a_hbm.at[square.a[0] + panel, rows, depth], self.a)
+            copy(a_hbm.at[tile.a[0] + panel, rows, depth], self.a)
             lax.cond(
                 self.work.plain,
-                lambda: copy(b_hbm.at[square.b[0], depth, columns], plain, shared),
+                lambda: copy(b_hbm.at[tile.b[0], depth, columns], plain, shared),
                 lambda: copy(
-                    b_hbm.at[square.b[0] + panel, columns, depth], transposed, shared
+                    b_hbm.at[tile.b[0] + panel, columns, depth], transposed, shared
                 ),
             )
 
@@ -114,7 +114,7 @@ class Pipeline:
         return lax.div(step, each), pl.ds(start, self.tiles.depth)
 
     def multiply(self, before: Any, acc: Any, rows: Any) -> None:
-        """Adds a square's product to ``acc``, in these rows of the thread block's."""
+        """Adds a tile's product to ``acc``, in these rows of the thread block's."""
         transposed, plain = self.b
         lax.cond(
             self.work.plain,

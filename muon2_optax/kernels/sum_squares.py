@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from muon2_optax.arrays.stacks import varying_like
+from muon2_optax.arrays.stacks import vary_like
 
 # A thread block's tile, and how many of them below each other it takes.
 ROWS, COLUMNS, STEPS = 64, 64, 4
@@ -55,7 +55,7 @@ def of_squares(x: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Arra
         **({} if interpret is None else {"interpret": interpret}),
     )
     with jax.enable_x64(False):
-        rows, columns = (varying_like(y, x) for y in kernel(x))
+        rows, columns = (vary_like(y, x) for y in kernel(x))
     return rows[..., :m], columns[..., :n]
 
 

@@ -61,19 +61,19 @@ def product(
     # each of them takes about a second to compile.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
     steps = -(-(columns or a.shape[2]) // tiles.depth)
-    members, each = _fitting(a, members, columns, shape[0])
-    work = Work(members, each, tiles.squares(m), steps, count, plain=False)
+    members, each = _check_fit(a, members, columns, shape[0])
+    work = Work(members, each, tiles.triangle_tiles(m), steps, count, plain=False)
     return _call(
         factors, work, a, b, *(c for _, c in addends), shape=shape, cut=(1, 1),
         tiles=tiles, how=interpret,
     )  # fmt: skip
 
 
-def added(
+def add_product(
     p: jax.Array,
     x: jax.Array,
     *,
-    pieces: tuple[int, int] | None = None,
+    shards: tuple[int, int] | None = None,
     members: int | None = None,
     columns: int | None = None,
     tiles: Tiles | None = None,
@@ -87,46 +87,46 @@ def added(
     Args:
       p: (L, m, m), float16 or bfloat16.
       x: (L, m, n), of the same dtype, or panels of n columns.
-      pieces: into how many the result is cut along rows and columns, where X is not in
+      shards: into how many the result is cut along rows and columns, where X is not in
         panels.
       members: as in ``product``.
       columns: as in ``product``; panels are then whole tiles.
-      tiles: ``tiles.side`` must divide the rows of a piece.
+      tiles: ``tiles.side`` must divide the rows of a shard.
       interpret: as in ``product``.
 
     Returns:
-      Like x, or with ``pieces`` (rows, columns, L, m / rows, n / columns).
+      Like x, or with ``shards`` (rows, columns, L, m / rows, n / columns).
     """
     tiles = tiles or Tiles()
-    down, right = pieces or (1, 1)
+    down, right = shards or (1, 1)
     stack, m, n = x.shape
     if m % (down * tiles.side) or n % (right * tiles.depth):
-        raise ValueError(f"no tiles {tiles} for {x.shape} in {down} x {right} pieces")
-    if columns is not None and (pieces or n < columns and n % tiles.side):
-        raise ValueError(f"no tiles {tiles} for panels {x.shape}, pieces {pieces}")
+        raise ValueError(f"no tiles {tiles} for {x.shape} in {down} x {right} shards")
+    if columns is not None and (shards or n < columns and n % tiles.side):
+        raise ValueError(f"no tiles {tiles} for panels {x.shape}, shards {shards}")
     across = right * -(-(columns or n) // right // tiles.side)
-    squares = across * (m // tiles.side)
-    members, each = _fitting(x, members, columns, len(p))
-    work = Work(members, each, squares, m // tiles.depth, addends=1, plain=True)
+    output_tiles = across * (m // tiles.side)
+    members, each = _check_fit(x, members, columns, len(p))
+    work = Work(members, each, output_tiles, m // tiles.depth, addends=1, plain=True)
     shape = (down * right * stack, m // down, n // right)
-    # As many as products have: where all shapes are equal, one kernel serves both.
+    # As many as products take: where all shapes are equal, one kernel serves both.
     addends = (x,) * ADDENDS
     out = _call(
         jnp.ones(1 + ADDENDS, jnp.float32), work, p, x, *addends, shape=shape,
         cut=(down, right), tiles=tiles, how=interpret,
     )  # fmt: skip
-    return out.reshape(down, right, stack, m // down, n // right) if pieces else out
+    return out.reshape(down, right, stack, m // down, n // right) if shards else out
 
 
 def panels(n: int, columns: int | None) -> int:
-    """How many of n columns a matrix has."""
+    """How many panels of n columns a matrix of so many columns takes."""
     return 1 if columns is None else -(-columns // n)
 
 
-def _fitting(
+def _check_fit(
     stack: jax.Array, members: int | None, columns: int | None, beside: int
 ) -> tuple[int, int]:
-    """Members, and panels of each.
+    """How many members are computed, and how many panels each has.
 
     Raises:
       ValueError: the stack, or the one of ``beside`` matrices, does not hold so many.
@@ -156,7 +156,7 @@ def _call(
 
 
 def clusters(tiles: Tiles) -> int:
-    """How many run at once."""
+    """How many clusters run at once."""
     return _processors() // tiles.cluster
 
 

@@ -1,4 +1,4 @@
-"""Which squares the kernel in ``mosaic`` computes, and where they are."""
+"""Which output tiles each cluster of the kernel computes, and in which order."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from jax import lax
 from muon2_optax.kernels.tiles import Tiles, Work
 
 
-class Square(NamedTuple):
-    """A thread block's part of a square of the result.
+class OutputTile(NamedTuple):
+    """A thread block's part of an output tile, a square of the result.
 
     Attributes:
       a: the first panel of A that it takes, and its first row.
@@ -31,12 +31,12 @@ class Square(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Squares:
-    """Those of all members of a stack.
+class TileScheduler:
+    """Deals the output tiles of all members of a stack to the clusters in turn.
 
     Attributes:
       shapes: of A, B and the result.
-      cut: into how many pieces a result goes, along rows and columns.
+      cut: into how many shards a result goes, along rows and columns.
     """
 
     work: Work
@@ -44,37 +44,37 @@ class Squares:
     tiles: Tiles
     cut: tuple[int, int]
 
-    def each(self, run: Callable[[Square, Any], None]) -> None:
-        """Runs with every square of this cluster, and how many steps were before."""
-        total = self.work.members * self.work.squares
+    def each(self, run: Callable[[OutputTile, Any], None]) -> None:
+        """Runs with each tile of this cluster, and how many steps came before it."""
+        total = self.work.members * self.work.output_tiles
 
         @plgpu.nd_loop((total,), collective_axes="clusters")
         def _(loop: Any) -> None:
-            run(self._square(loop.index[0]), loop.local_index * self.work.steps)
+            run(self._tile(loop.index[0]), loop.local_index * self.work.steps)
 
-    def _square(self, index: Any) -> Square:
+    def _tile(self, index: Any) -> OutputTile:
         member, index = (
-            lax.div(index, self.work.squares),
-            lax.rem(index, self.work.squares),
+            lax.div(index, self.work.output_tiles),
+            lax.rem(index, self.work.output_tiles),
         )
         choices = self._plain(member, index), self._symmetric(member, index)
         return jax.tree.map(lambda *of: lax.select(self.work.plain, *of), *choices)
 
     def _top(self, i: Any) -> Any:
-        """First row of this thread block's part of the i-th row of squares."""
+        """First row of this thread block's part of the i-th row of tiles."""
         return i * self.tiles.side + lax.axis_index("part") * self.tiles.rows
 
-    def _symmetric(self, member: Any, index: Any) -> Square:
+    def _symmetric(self, member: Any, index: Any) -> OutputTile:
         i, j = triangle(index, self.shapes[0][1] // self.tiles.side)
         place = member, self._top(i), j * self.tiles.side
         first = member * self.work.panels
-        return Square((first, place[1]), (first, place[2]), place, place, i != j)
+        return OutputTile((first, place[1]), (first, place[2]), place, place, i != j)
 
-    def _plain(self, member: Any, index: Any) -> Square:
-        """One of A B: a column of squares at a time, which share their columns of B.
+    def _plain(self, member: Any, index: Any) -> OutputTile:
+        """One of A B: a column of tiles at a time, which share their columns of B.
 
-        Squares begin anew with every panel and piece. The last ones of a piece may
-        reach into the next; copies end where the piece does.
+        Every panel and shard begins with a new tile. The last tiles of a shard may
+        reach into the next one; copies end where the shard does.
         """
         rows = self.shapes[0][1] // self.tiles.side
         top, j = self._top(lax.rem(index, rows)), lax.div(index, rows)
@@ -84,10 +84,10 @@ class Squares:
         if self.cut == (1, 1):
             source = target = member * self.work.panels + right, top, left
         else:
-            piece = lax.div(top, m) * self.cut[1] + right
-            target = piece * self.shapes[1][0] + member, lax.rem(top, m), left
+            shard = lax.div(top, m) * self.cut[1] + right
+            target = shard * self.shapes[1][0] + member, lax.rem(top, m), left
             source = member, top, right * n + left
-        return Square((member, top), (source[0], source[2]), source, target, j < 0)
+        return OutputTile((member, top), (source[0], source[2]), source, target, j < 0)
 
 
 def triangle(index: Any, count: int) -> tuple[Any, Any]:

@@ -10,15 +10,15 @@ class Work(NamedTuple):
     Attributes:
       members: of the stacks, those that are computed.
       panels: of each member in stacks that are kept in panels.
-      squares: of each member's result, those that are computed.
-      steps: along the columns of A, for each square.
+      output_tiles: of each member's result, those that are computed.
+      steps: along the columns of A, for each output tile.
       addends: how many matrices are added.
       plain: whether the product is A B, not the symmetric A B^T.
     """
 
     members: Any
     panels: Any
-    squares: Any
+    output_tiles: Any
     steps: Any
     addends: Any
     plain: Any
@@ -29,9 +29,9 @@ class Tiles:
     """How the kernel cuts its work.
 
     Attributes:
-      rows: rows of a thread block's tile.
-      side: rows and columns of a cluster's square, and columns of a block's tile; the
-        cluster has side / rows blocks, which read their common columns once.
+      rows: rows of a thread block's part of an output tile.
+      side: rows and columns of an output tile, which a cluster of side / rows thread
+        blocks computes; they read their common columns once.
       depth: columns of A and B per stage of the pipeline.
       stages: stages in flight.
       delay: products of a warpgroup that may still run when it asks for more tiles.
@@ -47,7 +47,7 @@ class Tiles:
     def cluster(self) -> int:
         return self.side // self.rows
 
-    def squares(self, m: int) -> int:
-        """Of the lower triangle of an (m, m) matrix."""
+    def triangle_tiles(self, m: int) -> int:
+        """How many output tiles the lower triangle of an (m, m) matrix has."""
         rows = m // self.side
         return rows * (rows + 1) // 2

@@ -11,7 +11,7 @@ from muon2_optax.axes import MatrixAxes
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 from muon2_optax.sharding import Shardings
-from muon2_optax.state_sharding import settled
+from muon2_optax.state_sharding import init_in_place
 from muon2_optax.weights import Radius, add_cautious_weight_decay, hyperball
 
 
@@ -96,7 +96,8 @@ def routed(
     partition(rules)  # arguments that do not fit are errors here, not in init
 
     def init_fn(params: optax.Params) -> Any:
-        return settled(partition(rules.bind(params)).init, params, shardings)
+        init = partition(rules.bind(params)).init
+        return init_in_place(init, params, shardings)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
         inner = partition(rules.bind(updates))

@@ -119,7 +119,7 @@ def scale_by_low_rank_orthonormal(
         def run(settings: tuple[Any, Any], *xs: jax.Array) -> list[jax.Array]:
             return _run(axes, xs[0::3], xs[1::3], xs[2::3], *settings)
 
-        done = dispatch.automatic(run, flat, (b1, eps))
+        done = dispatch.with_automatic_axes(run, flat, (b1, eps))
         updates, mu, q = rebuild(done[0::3], done[1::3], done[2::3])
         return updates, LowRankState(mu, q)
 
@@ -163,8 +163,8 @@ def _run_batch(
     leaves: Sequence[_Leaf], b1: Any, eps: Any
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """Leaves of equal matrix shapes: update, momentum and Q of each."""
-    b = jnp.concatenate(stacks.as_parts([x.matrix for x in leaves]))
-    q = jnp.concatenate(stacks.as_parts([x.factor for x in leaves]))
+    b = jnp.concatenate(stacks.to_stacks([x.matrix for x in leaves]))
+    q = jnp.concatenate(stacks.to_stacks([x.factor for x in leaves]))
     ends = np.cumsum([math.prod(x.matrix.shape[:-2]) for x in leaves])[:-1]
     parts = [jnp.split(y, ends) for y in _power_iteration(b, q, b1, eps)]
     results = []

@@ -86,7 +86,7 @@ def factorized_second_moment(
                 # Statistics of zeros rather than zeros: on a mesh they come out with
                 # the reduced sharding that every later update gives them.
                 empty = sharding.zeros_like(p, moments.second_dtype(p))
-                return mean_squares.plain(empty, axes)[which], dims
+                return mean_squares.in_two_passes(empty, axes)[which], dims
 
             return trees.map_reduced(leaf, params)
 

@@ -110,7 +110,7 @@ def in_blocks(
         def on_grid(_: Any, *xs: jax.Array) -> list[jax.Array]:
             return _on_grid(xs, axes, grid, inner)
 
-        return rebuild(dispatch.automatic(on_grid, leaves))[0]
+        return rebuild(dispatch.with_automatic_axes(on_grid, leaves))[0]
 
     return optax.stateless(update_fn)
 

@@ -20,6 +20,7 @@ from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules import coefficients
+from muon2_optax.sharding import locate
 from muon2_optax.static_arguments import check_static
 
 # Query, key and value projections under the names that model codes give them.
@@ -78,9 +79,11 @@ def orthogonalize_jointly(
                 for members, joined in kinds
             ]
             flat, structure = jax.tree.flatten(together)
-            together = structure.unflatten(
-                dispatch.by_shape(flat, plan_with(numbers), ns_dtype)
+            undivided = all(locate("", x).undivided for x in flat)
+            done = dispatch.orthogonalize_by_shape(
+                flat, plan_with(numbers), ns_dtype, undivided
             )
+            together = structure.unflatten(done)
             for (members, joined), done in zip(kinds, together):
                 alone = [blocks[i] for i in members]
                 results = _unpooled(done, alone, group_size if joined else 1)
@@ -88,7 +91,7 @@ def orthogonalize_jointly(
                     blocks[i] = result
             return [a.from_blocks(b) for a, b in zip(axes, blocks)]
 
-        return rebuild(dispatch.automatic(run, leaves, numbers))[0]
+        return rebuild(dispatch.with_automatic_axes(run, leaves, numbers))[0]
 
     return optax.stateless(update_fn)
 

@@ -8,10 +8,11 @@ import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernels import PLAN, emulated_products, hopper_branch, stack  # noqa: F401
+from kernels import PLAN, emulated_products, stack  # noqa: F401
 from reference import relative_error
 
 import muon2_optax as m2
+from muon2_optax.execution import on_mesh
 from muon2_optax.kernels import hopper, newton_schulz
 
 
@@ -28,14 +29,19 @@ def _divided(xs, mesh, spec, steps):
 def on_pieces(emulated, monkeypatch):
     """Small matrices on fake devices take the kernels' way; counts how often."""
     taken = []
-    run_pieces = newton_schulz.run_pieces
+    run_shards = newton_schulz.run_shards
 
     def counted(values, *rest):
         taken.append(values.shape[:2])
-        return run_pieces(values, *rest)
+        return run_shards(values, *rest)
 
-    monkeypatch.setattr(newton_schulz, "run_pieces", counted)
-    monkeypatch.setattr(hopper, "chunk_size", lambda count, *_: count)
+    monkeypatch.setattr(newton_schulz, "run_shards", counted)
+    monkeypatch.setattr(hopper, "stack_size", lambda count, *_: count)
+
+    def run_on_cuda(fn, xs, ns_dtype, kernels):
+        return fn(*xs, dtype=jnp.dtype(ns_dtype), kernels=True)
+
+    monkeypatch.setattr(on_mesh, "run_per_platform", run_on_cuda)
     return taken
 
 
@@ -84,6 +90,6 @@ def test_a_bad_entry_spoils_its_own_matrix_only(on_pieces):
         ((2048, 1030), (1, 2), False),  # much padding
     ],
 )
-def test_which_pieces_are_taken(piece, grid, takes, on_hopper):
+def test_which_pieces_are_taken(piece, grid, takes):
     half = jnp.dtype(jnp.float16)
-    assert hopper.takes_pieces(8, piece, grid, PLAN, half) is takes
+    assert hopper.takes_shards(8, piece, grid, PLAN, half) is takes

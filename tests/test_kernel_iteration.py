@@ -11,7 +11,6 @@ import reference
 from kernels import (  # noqa: F401
     PLAN,
     emulated_products,
-    hopper_branch,
     joints,
     orthogonal,
     stack,
@@ -43,10 +42,10 @@ def _spectra(m, n):
 def _run(matrices, plan=PLAN, size=2, dtype=jnp.float16):
     """In stacks of so many matrices."""
     m, n = sorted(matrices[0].shape[-2:])
-    size = newton_schulz.Stack(size * symmetric.panels(m, n), size)
-    chunks = iteration.runs(plan, m, n, jnp.dtype(dtype))
+    size = newton_schulz.StackSize(size * symmetric.panels(m, n), size)
+    runs = iteration.gram_runs(plan, m, n, jnp.dtype(dtype))
     run = functools.partial(
-        newton_schulz.run, plan=plan, chunks=chunks, size=size, dtype=jnp.dtype(dtype)
+        newton_schulz.run, plan=plan, runs=runs, size=size, dtype=jnp.dtype(dtype)
     )
     return run([jnp.asarray(x, jnp.float32) for x in matrices])
 
@@ -86,10 +85,10 @@ def test_every_number_of_steps(shape, steps, emulated):
 @pytest.mark.parametrize("grams", [2, 6, 7])
 def test_as_many_gram_matrices_as_panels(grams, emulated):
     xs = [stack(s, i, np.float64) for i, s in enumerate([(160, 64), (4, 64, 160)])]
-    chunks = iteration.runs(PLAN, 64, 160, jnp.dtype(jnp.float16))
+    runs = iteration.gram_runs(PLAN, 64, 160, jnp.dtype(jnp.float16))
     wide = [jnp.asarray(x, jnp.float32) for x in xs]
-    size = newton_schulz.Stack(7, grams)
-    one, several = newton_schulz.run(wide, PLAN, chunks, size, jnp.dtype(jnp.float16))
+    size = newton_schulz.StackSize(7, grams)
+    one, several = newton_schulz.run(wide, PLAN, runs, size, jnp.dtype(jnp.float16))
     assert relative_error(one, reference.keller(xs[0], 3)) < 3e-3
     for got, x in zip(several, xs[1]):
         assert relative_error(got, reference.keller(x, 3)) < 3e-3
@@ -148,12 +147,12 @@ def test_no_more_than_ten_arrays_are_joined_at_once(emulated):
     counts = joints(lambda *xs: _run(xs, size=100), *xs)
     assert max(counts) == 10
     pieces = [jnp.ones((1, 64, 96), jnp.float16)] * 29
-    packed = joints(lambda *xs: transport.packed(xs, jnp.ones(29), 8, 4), *pieces)
+    packed = joints(lambda *xs: transport.pack(xs, jnp.ones(29), 8, 4), *pieces)
     assert max(packed) <= 10
 
 
-def test_the_kernels_have_the_derivative_of_the_plain_path(on_hopper, monkeypatch):
-    def without_derivative(xs, plan, chunks, size, dtype):
+def test_the_kernels_have_the_derivative_of_the_plain_path(monkeypatch):
+    def without_derivative(xs, plan, runs, size, dtype):
         kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
         return tuple(jax.pure_callback(lambda *xs: xs, kinds, *xs))
 
@@ -163,6 +162,7 @@ def test_the_kernels_have_the_derivative_of_the_plain_path(on_hopper, monkeypatc
     def inner(run, x):
         return jnp.vdot(run(x, plan=PLAN, dtype=jnp.dtype(jnp.float16))[0], x + 1)
 
-    got = jax.grad(functools.partial(inner, on_device.run_batch))(x)
-    want = jax.grad(functools.partial(inner, on_device._run_stock))(x)
+    on_kernels = functools.partial(on_device.orthogonalize_batch, kernels=True)
+    got = jax.grad(functools.partial(inner, on_kernels))(x)
+    want = jax.grad(functools.partial(inner, on_device._orthogonalize_on_xla))(x)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)

@@ -11,6 +11,7 @@ from matrices import normal32
 from meshes import AUTO, EXPLICIT, mesh_of, place
 
 import muon2_optax as m2
+from muon2_optax.arrays import limits
 from muon2_optax.execution import factored_moment, mean_squares
 from muon2_optax.kernels import hopper
 
@@ -29,7 +30,7 @@ def interpreted(monkeypatch):
     how = mosaic_gpu.InterpretGPUParams()
     kernel = functools.partial(sum_squares.of_squares, interpret=how)
     monkeypatch.setattr(sum_squares, "of_squares", kernel)
-    monkeypatch.setattr(hopper, "SUMS", 0)
+    monkeypatch.setattr(limits, "ENTRIES_FOR_SUMS_KERNEL", 0)
     return kernel
 
 
@@ -75,7 +76,7 @@ def as_for_cuda(monkeypatch):
     with hopper.kernels(True):
         yield
     assert taken
-    mean_squares._of_squares.clear_cache()
+    mean_squares._of_leaf.clear_cache()
     mean_squares._partial_sums.clear_cache()
 
 
@@ -116,7 +117,7 @@ def test_leaves_alike_run_together(
     shape, axes, nesterov, interpreted, as_for_cuda, monkeypatch
 ):
     """In stacks of two and one; what one of them holds does not reach the others."""
-    monkeypatch.setattr(factored_moment, "JOINED", 2)
+    monkeypatch.setattr(limits, "LEAVES_IN_STATISTICS", 2)
     stacked, sizes = factored_moment._update_equal, []
 
     def counted(leaves, b2):
@@ -171,7 +172,7 @@ def test_leaves_that_vary_and_those_that_do_not(interpreted, as_for_cuda):
 
 
 def test_on_an_explicit_mesh_of_one_device(monkeypatch):
-    monkeypatch.setattr(hopper, "SUMS", 0)
+    monkeypatch.setattr(limits, "ENTRIES_FOR_SUMS_KERNEL", 0)
     mesh = mesh_of((1, 1), ("x", "y"), EXPLICIT)
     g = place({"w": normal32((64, 96))}, mesh, {"w": PartitionSpec("x", None)})
     tx = m2.factorized_second_moment(b2=0.0)
@@ -195,7 +196,7 @@ def test_on_a_mesh(spec, name, types, as_for_cuda, monkeypatch):
         return jnp.sum(square, 2)[:, None], jnp.sum(square, 1)[:, None]
 
     monkeypatch.setattr(sum_squares, "of_squares", of_squares)
-    monkeypatch.setattr(hopper, "SUMS", 0)
+    monkeypatch.setattr(limits, "ENTRIES_FOR_SUMS_KERNEL", 0)
     shape, axes = CASES[name]
     # Parts of 32 columns and of 8 rows are the smallest that the kernel takes.
     shape = (*shape[:-2], 64, 256)
@@ -226,7 +227,7 @@ def test_the_kernel_has_the_derivative_of_the_plain_path(as_for_cuda, monkeypatc
         return jax.pure_callback(lambda x: [x[:, None, :, 0], x[:, :1]], kinds, x)
 
     monkeypatch.setattr(sum_squares, "of_squares", without_derivative)
-    monkeypatch.setattr(hopper, "SUMS", 0)
+    monkeypatch.setattr(limits, "ENTRIES_FOR_SUMS_KERNEL", 0)
     axes = m2.MatrixAxes(0, 1)
     tx = _moments(axes, b2=0.0)
 

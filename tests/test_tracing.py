@@ -9,7 +9,7 @@ from hlo import count_compilations
 
 import muon2_optax as m2
 from muon2_optax import moments
-from muon2_optax.arrays import tracing
+from muon2_optax.arrays import limits, tracing
 
 
 def test_once_per_shape_and_setting():
@@ -38,7 +38,7 @@ def shifted(x, y, *, by):
 
 
 def test_each_leaf_alone_and_a_few_in_a_call():
-    sizes = [3] * (2 * tracing.FEW + 1) + [4] + [3] * tracing.FEW
+    sizes = [3] * (2 * limits.LEAVES_PER_CALL + 1) + [4] + [3] * limits.LEAVES_PER_CALL
     xs = [np.full(n, i, np.float32) for i, n in enumerate(sizes)]
     ys = [x / 2 for x in xs]
 
@@ -50,7 +50,13 @@ def test_each_leaf_alone_and_a_few_in_a_call():
         jax.tree.map(np.testing.assert_array_equal, got, want)
     calls = [e.params["jaxpr"] for e in jax.make_jaxpr(step)(xs, ys).eqns]
     counts = [len(c.jaxpr.invars) // 2 for c in calls]
-    assert counts == [tracing.FEW, tracing.FEW, 1, 1, tracing.FEW]
+    assert counts == [
+        limits.LEAVES_PER_CALL,
+        limits.LEAVES_PER_CALL,
+        1,
+        1,
+        limits.LEAVES_PER_CALL,
+    ]
     assert calls[0] is calls[1] is calls[-1]
     # Lists of two lengths are a mistake, not leaves left out.
     with pytest.raises(ValueError, match="shorter"):

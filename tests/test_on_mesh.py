@@ -12,7 +12,7 @@ from meshes import AUTO, KINDS, STACKS, draw, known, mesh_of, place
 from reference import keller, relative_error
 
 import muon2_optax as m2
-from muon2_optax.execution import on_mesh
+from muon2_optax.arrays import limits
 
 
 @KINDS
@@ -69,7 +69,7 @@ def test_lots_that_bound_the_memory_move_two_by_two(kind, monkeypatch):
     tree = draw({f"w{i}": (64, 128) for i in range(56)})
     mesh = mesh_of((8,), ("x",), kind)
     sharded = place(tree, mesh, dict.fromkeys(tree, P("x")))
-    monkeypatch.setattr(on_mesh, "LOT", 3 * 64 * 128 * 4)
+    monkeypatch.setattr(limits, "BYTES_ON_MESH", 3 * 64 * 128 * 4)
     tx = m2.newton_schulz_orthogonalize(3, shardings=known(sharded, kind))
     step = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])
     compiled = step.lower(sharded).compile()
