@@ -67,9 +67,9 @@ def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
         x, gram = _almost_orthogonal(x, floor)
     if not plan.static:
         return _dynamic(x, plan)
-    for rows in gram_runs(plan, m, n, x.dtype):
+    for triples in gram_runs(plan, m, n, x.dtype):
         gram = product(x, adjoint(x)) if gram is None else gram
-        x = _step(x, gram, *rows[0]) if len(rows) == 1 else _gram(x, gram, rows)
+        x = _gram(x, gram, triples) if len(triples) > 1 else _step(x, gram, *triples[0])
         gram = None
     return x
 
@@ -91,14 +91,14 @@ def gram_runs(plan: Plan, m: int, n: int, dtype: jnp.dtype) -> list[list[Any]]:
     """
     # bfloat16 keeps 8 bits: accumulating the factor loses more than it saves there.
     wide = n >= GRAM_ASPECT * m and dtype != jnp.bfloat16
-    return _split_runs(plan.rows) if wide else [[row] for row in plan.rows]
+    return _split_runs(plan.rows) if wide else [[triple] for triple in plan.rows]
 
 
-def _split_runs(rows: Sequence[Any]) -> list[list[Any]]:
+def _split_runs(triples: Sequence[Any]) -> list[list[Any]]:
     """Starts a new run before rounding errors have grown by ``GRAM_GROWTH``."""
     done: list[list[Any]] = []
     growth = math.inf
-    for row, before in zip(rows, [None, *rows]):
+    for triple, before in zip(triples, [None, *triples]):
         if before is not None:
             # Traced coefficients have no known growth: a fresh Gram matrix each step.
             known = isinstance(before[0], float)
@@ -106,7 +106,7 @@ def _split_runs(rows: Sequence[Any]) -> list[list[Any]]:
         if growth > GRAM_GROWTH:
             done.append([])
             growth = 1.0
-        done[-1].append(row)
+        done[-1].append(triple)
     return done
 
 
@@ -116,7 +116,7 @@ def _step(x: jax.Array, gram: jax.Array, a: Any, b: Any, c: Any) -> jax.Array:
     return a * x + product(b * gram + c * product(gram, gram), x)
 
 
-def _gram(x: jax.Array, r: jax.Array, rows: Sequence[Any]) -> jax.Array:
+def _gram(x: jax.Array, r: jax.Array, triples: Sequence[Any]) -> jax.Array:
     """The same polynomial, evaluated on the m x m Gram matrix.
 
     Step t multiplies X by h_t(R) = a I + Z with Z = b R + c R^2 and R = X X^H. All
@@ -125,10 +125,10 @@ def _gram(x: jax.Array, r: jax.Array, rows: Sequence[Any]) -> jax.Array:
     Newton-Schulz", 2026). Q is kept as alpha I + P: the identity's part, which 16
     bits would round to a multiple of 0.03 by the third step, stays an exact scalar.
     """
-    a, b, c = rows[0]
+    a, b, c = triples[0]
     alpha, p = a, b * r + c * product(r, r)
     z = p
-    for next_a, b, c in rows[1:]:
+    for next_a, b, c in triples[1:]:
         t = a * r + product(r, z)
         r = a * t + product(z, t)
         a = next_a

@@ -57,6 +57,25 @@ def test_imports_of_a_module(module):
             assert name not in upper and not name.startswith(upper[1] + "."), name
 
 
+# What other packages may import of these two: the rest is how they work.
+DOORS = {
+    "muon2_optax.execution": {"dispatch", "factored_moment"},
+    "muon2_optax.kernels": {"hopper", "newton_schulz", "sum_squares"},
+}
+
+
+@pytest.mark.parametrize("package", DOORS)
+def test_packages_are_entered_through_their_doors(package):
+    entered = {
+        name.removeprefix(f"{package}.")
+        for module in MODULES
+        if not module.startswith(package)
+        for name in inner_imports(module)
+        if name.startswith(package)
+    }
+    assert entered == DOORS[package]
+
+
 def test_imports_have_no_cycle():
     done, path = set(), []
 

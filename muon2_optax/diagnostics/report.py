@@ -26,12 +26,13 @@ from muon2_optax.diagnostics.zones import (
     convergence_zones,
     zone_fractions,
 )
-from muon2_optax.execution import on_device
+from muon2_optax.execution import dispatch
 from muon2_optax.execution.factored_moment import root_of_outer
 from muon2_optax.optimizers.muon2_f import FactorizedSecondMomentState
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules import coefficients
 from muon2_optax.schedules.coefficients import Plan
+from muon2_optax.sharding import locate
 
 _MOMENTS = (
     moments.MomentumState,
@@ -117,12 +118,14 @@ def orthogonalization_report(
     if not inputs:
         raise ValueError("no momentum of any matrix in this state under these rules")
 
+    def orthogonalize(x: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
+        undivided = locate("", x).undivided
+        return dispatch.orthogonalize_by_shape([x], plan, dtype, undivided)[0]
+
     def report(x: jax.Array) -> MatrixReport:
         # Without steps: the normalization alone.
-        entering = on_device.orthogonalize([x], Plan(plan.normalization, ()), x.dtype)[
-            0
-        ]
-        output = on_device.orthogonalize([x], plan, ns_dtype)[0]
+        entering = orthogonalize(x, Plan(plan.normalization, ()), x.dtype)
+        output = orthogonalize(x, plan, ns_dtype)
         s = singular_values(entering)
         return MatrixReport(
             singular_values=s,

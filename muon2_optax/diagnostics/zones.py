@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from muon2_optax import dtypes
 from muon2_optax.schedules import coefficients
+from muon2_optax.schedules.coefficients import quintic
 
 
 class Zones(NamedTuple):
@@ -43,18 +44,13 @@ def scalar_map(ns_coeffs: Any, ns_steps: int | jax.Array, s: Any) -> jax.Array:
     s = jnp.asarray(s, dtypes.compute_dtype(jnp.result_type(s)))
     if plan.static:
         for row in plan.rows:
-            s = _step(row, s)
+            s = quintic(row, s)
         return s
     table = jnp.asarray(plan.rows, s.dtype)
     last = table.shape[0] - 1
     return jax.lax.fori_loop(
-        0, plan.steps, lambda i, s: _step(table[jnp.minimum(i, last)], s), s
+        0, plan.steps, lambda i, s: quintic(table[jnp.minimum(i, last)], s), s
     )
-
-
-def _step(row: Any, s: jax.Array) -> jax.Array:
-    square = s * s
-    return s * (row[0] + square * (row[1] + square * row[2]))
 
 
 def convergence_zones(
@@ -94,7 +90,7 @@ def convergence_zones(
         return jnp.where(found, high, jnp.inf)
 
     dead = border(lambda s: scalar_map(ns_coeffs, ns_steps, s))
-    return Zones(dead, jnp.maximum(dead, border(lambda s: _step(first, s))))
+    return Zones(dead, jnp.maximum(dead, border(lambda s: quintic(first, s))))
 
 
 def zone_fractions(singular_values: jax.Array, zones: Zones) -> ZoneFractions:

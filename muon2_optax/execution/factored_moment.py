@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import moments, roots
+from muon2_optax import moments, roots, sharding
 from muon2_optax.arrays import limits
 from muon2_optax.arrays.grouping import even_size, grouped
 from muon2_optax.axes import ResolvedAxes
@@ -33,6 +33,16 @@ class Moment(NamedTuple):
     row: jax.Array
     col: jax.Array
     root: jax.Array
+
+
+def zero_averages(p: Any, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
+    """r and c of a parameter that has seen no gradient.
+
+    They are statistics of zeros rather than zeros: on a mesh they come out with the
+    reduced sharding that every later update gives them.
+    """
+    zeros = sharding.zeros_like(p, moments.second_dtype(p))
+    return mean_squares.in_two_passes(zeros, axes)
 
 
 def update_moments(

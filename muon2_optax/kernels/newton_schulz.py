@@ -6,6 +6,7 @@ schedule's leading coefficients a, which leaves X <- X + P X for each run of ste
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -138,9 +139,9 @@ def _divisor(norm: jax.Array, how: Frobenius) -> jax.Array:
     return jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
 
 
-def gain(rows: Sequence[Any]) -> float:
+def gain(triples: Sequence[Any]) -> float:
     """The product of the leading coefficients."""
-    return math.prod(row[0] for row in rows)
+    return math.prod(triple[0] for triple in triples)
 
 
 def iterate(
@@ -160,19 +161,19 @@ def iterate(
     Returns (L, m, n), or with ``shards`` (rows, columns) that many of each matrix,
     (rows, columns, L, m / rows, n / columns).
     """
-    scale = gain([row for rows in runs for row in rows])
+    scale = gain(list(itertools.chain(*runs)))
     m = x.shape[-2]
     options = {"members": members, "interpret": interpret}
     product = functools.partial(symmetric.product, tiles=tiles_for(m), **options)
     down, _ = shards or (1, 1)
     wide = symmetric.Tiles() if m // down % 256 == 0 else SMALL
     add_product = functools.partial(symmetric.add_product, tiles=wide, **options)
-    for i, rows in enumerate(runs):
+    for i, triples in enumerate(runs):
         r = product(x, x, alpha=GRAIN / scale**2, columns=columns, results=grams)
-        p = _factor(r, rows, product)
+        p = _factor(r, triples, product)
         last = shards if i + 1 == len(runs) else None
         x = add_product(p, x, columns=columns, shards=last)
-        scale /= gain(rows)
+        scale /= gain(triples)
     return x
 
 
@@ -182,7 +183,7 @@ def tiles_for(m: int) -> symmetric.Tiles:
 
 
 def _factor(
-    r: jax.Array, rows: Sequence[Any], product: Callable[..., jax.Array]
+    r: jax.Array, triples: Sequence[Any], product: Callable[..., jax.Array]
 ) -> jax.Array:
     """P with the steps' factor of X equal to gain (I + P); r is GRAIN R.
 
@@ -190,10 +191,10 @@ def _factor(
     R <- h R h. The identity's part, which 16 bits would round, is never stored.
     """
     p = None
-    for i, (a, b, c) in enumerate(rows):
+    for i, (a, b, c) in enumerate(triples):
         z = product(r, r, (b / a / GRAIN, r), alpha=c / a / GRAIN**2)
         p = z if p is None else product(p, z, (1.0, p), (1.0, z))
-        if i + 1 < len(rows):
+        if i + 1 < len(triples):
             t = product(r, z, (1.0, r))
             r = product(z, t, (a * a, t), alpha=a * a)
     assert p is not None

@@ -8,7 +8,7 @@ import optax
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.arrays import tracing
-from muon2_optax.execution import factored_moment, mean_squares
+from muon2_optax.execution import factored_moment
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
@@ -83,10 +83,7 @@ def factorized_second_moment(
                 dims: list[int | None] = [d for d in range(p.ndim) if d not in gone]
                 if which == 0 and len(axes.splits) > 1:
                     dims.append(None)  # one mean for each block
-                # Statistics of zeros rather than zeros: on a mesh they come out with
-                # the reduced sharding that every later update gives them.
-                empty = sharding.zeros_like(p, moments.second_dtype(p))
-                return mean_squares.in_two_passes(empty, axes)[which], dims
+                return factored_moment.zero_averages(p, axes)[which], dims
 
             return trees.map_reduced(leaf, params)
 

@@ -241,6 +241,13 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+def quintic(triple: Any, x: Any) -> Any:
+    """``a x + b x^3 + c x^5``, what one step makes of a singular value."""
+    a, b, c = triple
+    square = x * x
+    return x * (a + square * (b + square * c))
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What one orthogonalization runs: a normalization, then these steps.

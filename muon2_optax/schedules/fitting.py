@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from muon2_optax.schedules.coefficients import SCHEDULES, Triple
+from muon2_optax.schedules.coefficients import SCHEDULES, Triple, quintic
 from muon2_optax.schedules.minimax import (
     polar_express_coefficients as polar_express_coefficients,
 )
@@ -204,8 +204,7 @@ def _maximum(triple: np.ndarray, high: float) -> np.ndarray:
 
 def _poly(triple: np.ndarray, x: np.ndarray) -> np.ndarray:
     """a x + b x^3 + c x^5, for x of shape (..., n) and triples (..., 3)."""
-    a, b, c = np.moveaxis(triple[..., None], -2, 0)
-    return x * (a + x * x * (b + x * x * c))
+    return quintic(np.moveaxis(triple[..., None], -2, 0), x)
 
 
 def _compose(rows: np.ndarray, s: np.ndarray) -> np.ndarray:

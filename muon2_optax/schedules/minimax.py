@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from muon2_optax.schedules.coefficients import Frobenius, Schedule
+from muon2_optax.schedules.coefficients import Frobenius, Schedule, quintic
 
 # From this lower / upper on, the minimax polynomial is its limit but for rounding
 # (github.com/NoahAmsel/PolarExpress).
@@ -81,11 +81,11 @@ def polar_express_coefficients(
     for step in range(steps):
         triple = _minimax(max(low, cushion * high), high)
         if low < cushion * high:
-            triple *= 2 / (_poly(triple, low) + _poly(triple, high))
+            triple *= 2 / (quintic(triple, low) + quintic(triple, high))
         margin = 1 + safety if step < steps - 1 else 1.0
         divided = triple / margin ** np.array([1, 3, 5])
         triples.append(divided)
-        low = _poly(divided if safety_applied == "during" else triple, low)
+        low = quintic(divided if safety_applied == "during" else triple, low)
         high = 2 - low
     return Schedule(
         tuple((float(a), float(b), float(c)) for a, b, c in triples),
@@ -117,7 +117,3 @@ def _minimax(low: float, high: float) -> np.ndarray:
         root = math.sqrt(9 * b * b - 20 * a * c)
         inner = np.sqrt((-3 * b + np.array([-root, root])) / (10 * c))
     return np.array([a, b, c])
-
-
-def _poly(triple: np.ndarray, x: float) -> float:
-    return float(triple @ x ** np.array([1, 3, 5]))
