@@ -10,11 +10,14 @@ their PTX is made of) are written beside them. Source locations are left out of 
 
 import argparse
 import hashlib
+import inspect
+import itertools
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 MODELS = ("gpt_small", "llama_1b")
@@ -44,7 +47,8 @@ def lower(optimizer: str, model: str, platform: str, devices: int, axes: str) ->
         path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
         for path, shape in models.leaves(model).items()
     }
-    if sharding is not None and axes == "Auto":
+    takes = inspect.signature(m2.REGISTRY[optimizer]).parameters
+    if sharding is not None and axes == "Auto" and "shardings" in takes:
         options["shardings"] = m2.Shardings.of(params)
     tx = m2.REGISTRY[optimizer](0.02, **options)
     step = jax.jit(timing.full_step(tx), donate_argnums=(0, 1))
@@ -80,7 +84,9 @@ def module_text(escaped: str) -> str:
         return ir.Module.parse(code).operation.get_asm(enable_debug_info=False)
 
 
-def write_programs(out: pathlib.Path, devices: int) -> None:
+def write_programs(
+    out: pathlib.Path, devices: int, optimizers: Sequence[str], models: Sequence[str]
+) -> None:
     """Lowers all programs for this many devices, which this process must have."""
     from muon2_optax.kernels import hopper
 
@@ -89,16 +95,16 @@ def write_programs(out: pathlib.Path, devices: int) -> None:
     for count, axes in MESHES:
         if count != devices:
             continue
-        for optimizer in OPTIMIZERS:
-            for model in MODELS:
-                for platform in PLATFORMS:
-                    text = lower(optimizer, model, platform, devices, axes)
-                    program, kernels = separate_kernels(text)
-                    name = f"{optimizer}_{model}_{platform}_{devices}_{axes}"
-                    (out / f"{name}.mlir").write_text(program)
-                    for kernel, module in kernels.items():
-                        (out / f"{kernel}.mlir").write_text(module)
-                    print(f"{name}: {len(kernels)} kernels", flush=True)
+        for optimizer, model, platform in itertools.product(
+            optimizers, models, PLATFORMS
+        ):
+            text = lower(optimizer, model, platform, devices, axes)
+            program, kernels = separate_kernels(text)
+            name = f"{optimizer}_{model}_{platform}_{devices}_{axes}"
+            (out / f"{name}.mlir").write_text(program)
+            for kernel, module in kernels.items():
+                (out / f"{kernel}.mlir").write_text(module)
+            print(f"{name}: {len(kernels)} kernels", flush=True)
 
 
 def number_functions(text: str) -> str:
@@ -123,6 +129,8 @@ def main() -> None:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--out", type=pathlib.Path, help="where to write the programs")
     group.add_argument("--compare", type=pathlib.Path, nargs=2, metavar="FOLDER")
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--devices", type=int, help="only for this many devices")
     args = parser.parse_args()
     if args.compare:
@@ -130,14 +138,16 @@ def main() -> None:
         print("\n".join(different) or "identical")
         sys.exit(bool(different))
     if args.devices:
-        write_programs(args.out, args.devices)
+        names = args.optimizers.split(","), args.models.split(",")
+        write_programs(args.out, args.devices, *names)
         return
     for devices in sorted({count for count, _ in MESHES}):
         # The number of devices is fixed once JAX has started.
         flags = f"--xla_force_host_platform_device_count={devices}"
         subprocess.run(
             [sys.executable, "-m", "benchmarks.compare_programs"]
-            + ["--out", str(args.out), "--devices", str(devices)],
+            + ["--out", str(args.out), "--devices", str(devices)]
+            + ["--optimizers", args.optimizers, "--models", args.models],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
             check=True,
         )
