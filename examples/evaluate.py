@@ -1,8 +1,7 @@
 """Zero-shot evaluation of a run: `python -m examples.evaluate --run RUN --task-data D`.
 
-Tasks are read from local files (`examples.evaluation.tasks`), or, with `--harness`, are
-those of lm-evaluation-harness, downloaded by it. Numbers are printed and appended to
-`evaluation.jsonl` in the run's folder.
+Tasks are read from local files (`examples.evaluation.tasks`). Numbers are printed and
+appended to `evaluation.jsonl` in the run's folder.
 """
 
 import dataclasses
@@ -30,18 +29,12 @@ class EvaluateConfig:
     task_data: str | None = option(None, "folder of the task files")
     limit: int = option(0, "only the first questions of each task (0: all)")
     batch_tokens: int = option(16_384, "tokens that are scored at once")
-    harness: bool = option(
-        False, "use lm-evaluation-harness and its data (needs a network)"
-    )
 
     def __post_init__(self) -> None:
         check(bool(self.run), "--run FOLDER is needed")
         check_range(self, "limit", 0)
         check_range(self, "batch_tokens", 1)
-        if self.harness:
-            check(self.tasks != "all", "--harness needs --tasks by name, as in mmlu")
-        else:
-            check(bool(self.task_data), "--task-data FOLDER is needed")
+        check(bool(self.task_data), "--task-data FOLDER is needed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,37 +115,6 @@ def evaluate_files(
         yield name, len(questions), measure(TASKS[name], questions, answers)
 
 
-def evaluate_harness(
-    model: Model, config: EvaluateConfig
-) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """(task, questions, metrics) for each task or group, by lm-evaluation-harness."""
-    try:
-        import lm_eval
-
-        from examples.evaluation.harness import HarnessModel
-    except ImportError as error:
-        raise UserError(
-            f"--harness: the package 'lm_eval' cannot be imported ({error}); "
-            "pip install lm_eval"
-        ) from None
-    adapter = HarnessModel(
-        model.logits_fn, model.tokenizer, model.max_length, config.batch_tokens
-    )
-    found = lm_eval.simple_evaluate(
-        model=adapter,
-        tasks=[name.strip() for name in config.tasks.split(",")],
-        limit=config.limit or None,
-    )
-    for name, values in found["results"].items():
-        metrics = {
-            key.removesuffix(",none"): float(value)
-            for key, value in values.items()
-            if key.endswith(",none") and isinstance(value, int | float)
-        }
-        count = found["n-samples"].get(name, {}).get("effective", 0)
-        yield name, count, metrics
-
-
 def _show(name: str, questions: int, metrics: dict[str, float]) -> str:
     parts = []
     for key, value in metrics.items():
@@ -167,17 +129,13 @@ def _show(name: str, questions: int, metrics: dict[str, float]) -> str:
 def run(config: EvaluateConfig) -> dict[str, dict[str, float]]:
     """Evaluate, print and record; returns the metrics of each task."""
     model = load_model(config)
-    evaluate = evaluate_harness if config.harness else evaluate_files
     results: dict[str, dict[str, float]] = {}
     path = Path(config.run, RECORD_FILE)
     begin = time.perf_counter()
-    for name, questions, metrics in evaluate(model, config):
+    for name, questions, metrics in evaluate_files(model, config):
         print(_show(name, questions, metrics), flush=True)
         record = {"kind": "zero_shot", "task": name, "questions": questions, **metrics}
-        record |= {
-            key: getattr(config, key)
-            for key in ("optimizer", "step", "limit", "harness")
-        }
+        record |= {key: getattr(config, key) for key in ("optimizer", "step", "limit")}
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         results[name] = metrics

@@ -289,7 +289,6 @@ def test_a_run_is_evaluated_and_recorded(
     [
         ([], "--run FOLDER"),
         (["--run", "x"], "--task-data FOLDER"),
-        (["--run", "x", "--harness"], "--harness needs --tasks"),
         (["--run", "x", "--task-data", ".", "--tasks", "some"], "some: unknown"),
     ],
 )
@@ -381,7 +380,7 @@ def test_all_numbers_are_those_of_the_harness(
     """Its tasks, prompts, tokenization, metrics and errors, on the same model."""
     lm_eval = pytest.importorskip("lm_eval")
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # JAX does not survive a fork
-    from examples.evaluation.harness import HarnessModel
+    from benchmarks.harness import HarnessModel
 
     adapter = HarnessModel(model.logits_fn, model.tokenizer, model.max_length)
     found = lm_eval.simple_evaluate(
@@ -405,7 +404,7 @@ def test_the_harness_rolls_and_generates(model: evaluate.Model) -> None:
     from lm_eval import utils
     from lm_eval.api.instance import Instance
 
-    from examples.evaluation.harness import HarnessModel
+    from benchmarks.harness import HarnessModel
 
     adapter = HarnessModel(model.logits_fn, model.tokenizer, model.max_length)
 

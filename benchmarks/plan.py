@@ -1,7 +1,8 @@
 """What a training step takes per device, for devices that need not be there.
 
-`python -m examples.plan --model llama_13b --mesh fsdp=64 --optimizer muon2_f` compiles
-the step of `python -m examples.pretrain` for 64 devices without allocating anything.
+`python -m benchmarks.plan --model llama_13b --mesh fsdp=64 --optimizer muon2_f`
+compiles the step of `python -m examples.pretrain` for 64 devices without allocating
+anything.
 """
 
 import dataclasses
@@ -88,7 +89,7 @@ class _Planner:
     """The mesh of a plan; measures steps on it and writes down what it finds."""
 
     def __init__(self, plan: PlanConfig):
-        from examples.devices import devices
+        from benchmarks.devices import devices
         from examples.mesh import make_mesh
 
         self._plan = plan
@@ -115,7 +116,7 @@ class _Planner:
 
     def measure(self, config: Config, name: str) -> dict[str, Any]:
         """One optimizer's step; its numbers are in the file when this returns."""
-        from examples import footprint
+        from benchmarks import footprint
 
         plan = self._plan
         row = footprint.measure(
@@ -148,7 +149,7 @@ def _show(model: ModelConfig, optim: OptimConfig, plan: PlanConfig) -> None:
 
 
 def _show_paper_table(plan: PlanConfig) -> None:
-    from examples import paper_table
+    from benchmarks import paper_table
 
     plan = dataclasses.replace(plan, mesh="", state_dtype="bfloat16", batch_size=1)
     planner = _Planner(plan)
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = flags.parse(
             sections,
             argv,
-            prog="python -m examples.plan",
+            prog="python -m benchmarks.plan",
             description="Memory, operations and traffic of a step, by compiling it.",
             defaults={"optimizer": "muon2"},
         )

@@ -1,18 +1,21 @@
 """A trained model as a model of lm-evaluation-harness (`pip install lm_eval`).
 
-`python -m examples.evaluate --harness --tasks mmlu,piqa` runs the harness's own tasks,
+`python -m benchmarks.harness --run RUN --tasks mmlu,piqa` runs the harness's own tasks,
 which it downloads. The model can also be handed to `lm_eval.simple_evaluate`.
 """
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lm_eval
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
+from examples import evaluate
 from examples.data.tokens import Tokenizer
 from examples.evaluation.scoring import LogitsFn, Request, bucket, score
 
@@ -121,3 +124,29 @@ class HarnessModel(TemplateLM):
             if ends:
                 return text[: min(ends)]
         return self._ours.decode(ids[start:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True, help="folder of a training run")
+    parser.add_argument("--tasks", required=True, help="names joined by commas")
+    parser.add_argument("--optimizer", help="which of the run's, if several")
+    parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
+    parser.add_argument("--limit", type=int, help="only the first questions of each")
+    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    args = parser.parse_args()
+    config = evaluate.EvaluateConfig(
+        run=args.run, optimizer=args.optimizer, step=args.step, task_data="-"
+    )
+    model = evaluate.load_model(config)
+    adapter = HarnessModel(
+        model.logits_fn, model.tokenizer, model.max_length, args.batch_tokens
+    )
+    found = lm_eval.simple_evaluate(
+        model=adapter, tasks=args.tasks.split(","), limit=args.limit
+    )
+    print(lm_eval.utils.make_table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import muon2_optax as m2
-from examples import cost, optim, state, step
+from benchmarks import cost
+from examples import optim, state, step
 from examples.config import Config
 from examples.flags import UserError
 from examples.mesh import batch_sharding
