@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 import muon2_optax as m2
 from examples.config import OptimConfig
-from examples.flags import UserError
+from examples.options import UserError, check
 from muon2_optax.optimizers import NS_STEPS
 
 # Peak learning rates at the default model and length, each the best of a sweep over the
@@ -63,9 +62,8 @@ def adamw(
         return jax.tree.map(lambda label: label == "matrix", labels(params))
 
     def others(params: optax.Params) -> Any:
-        both = zip(jax.tree.leaves(decayed(params)), jax.tree.leaves(matrices(params)))
-        chosen = [may and not matrix for may, matrix in both]
-        return jax.tree.unflatten(jax.tree.structure(params), chosen)
+        pair = decayed(params), matrices(params)
+        return jax.tree.map(lambda may, matrix: may and not matrix, *pair)
 
     return optax.chain(
         optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
@@ -110,32 +108,23 @@ class Plan:
     transform: optax.GradientTransformation
     schedule: optax.Schedule
 
-    def rates(self, steps: int) -> np.ndarray:
-        """The learning rate of every step, on the host."""
-        return np.asarray(jax.vmap(self.schedule)(np.arange(steps)))
-
 
 def _select(config: OptimConfig) -> list[str]:
+    """The names of `--optimizer`.
+
+    An option that none of them has would be ignored: that is an error.
+    """
     known = factories()
-    if config.names() == ("all",):
-        return list(known)
-    for name in config.names():
-        if name not in known:
-            raise UserError(
-                f"--optimizer: unknown name {name!r} (known: {', '.join(known)}, all)"
-            )
-    return list(config.names())
-
-
-def _check_overrides(config: OptimConfig, names: list[str]) -> None:
-    """An option that no chosen optimizer has would be ignored: that is an error."""
-    accepted = {
-        key for name in names for key in inspect.signature(factories()[name]).parameters
-    }
+    names = list(known) if config.names() == ("all",) else list(config.names())
+    for name in names:
+        listed = f"(known: {', '.join(known)}, all)"
+        check(name in known, f"--optimizer: unknown name {name!r} {listed}")
+    accepted = {key for n in names for key in inspect.signature(known[n]).parameters}
     for key in (*_OVERRIDES, "adam_learning_rate"):
-        if getattr(config, key) is not None and key not in accepted:
-            flag = "--" + key.replace("_", "-")
-            raise UserError(f"{flag} does not apply to {', '.join(names)}")
+        applies = getattr(config, key) is None or key in accepted
+        flag = "--" + key.replace("_", "-")
+        check(applies, f"{flag} does not apply to {', '.join(names)}")
+    return names
 
 
 def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> Plan:
@@ -199,7 +188,17 @@ def plans(
       rules: which parameters are matrices.
       shardings: where parameters live, for the optimizers that divide their work.
     """
-    names = _select(config)
-    _check_overrides(config, names)
     given = {"rules": rules, "shardings": shardings}
-    return [_plan(name, config, steps, given) for name in names]
+    return [_plan(name, config, steps, given) for name in _select(config)]
+
+
+def at_schedule_start(opt_state: optax.OptState) -> optax.OptState:
+    """The state of an optimizer with its learning-rate schedules begun anew."""
+
+    def is_schedule(part: Any) -> bool:
+        return isinstance(part, optax.ScaleByScheduleState)
+
+    def begin(part: Any) -> Any:
+        return part._replace(count=part.count * 0) if is_schedule(part) else part
+
+    return jax.tree.map(begin, opt_state, is_leaf=is_schedule)

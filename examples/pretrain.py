@@ -1,44 +1,185 @@
 """Train a language model on real text and compare optimizers.
 
-Run `python -m examples.pretrain` without arguments for a comparison that ends within
-three minutes on two CPU cores, or with `--help` for all options.
+Run `python -m examples.pretrain` without arguments for a comparison that takes minutes
+on two CPU cores, or with `--help` for all options.
 
 Exit codes: 0 finished, 1 training or saving failed, 2 the options are at fault, and
 128 + n after signal n (143: SIGTERM, 130: Ctrl-C), with a checkpoint to --resume from.
 """
 
+import contextlib
+import dataclasses
+import os
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from examples.config import parse
-from examples.flags import UserError, failed
+from examples import options, runs
+from examples.config import Config
+from examples.options import UserError
+
+if TYPE_CHECKING:
+    from examples.report import Report, Result
+    from examples.setup import Setup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer; returns the exit code."""
-    try:
-        config = parse(argv)
-    except UserError as error:
-        return failed("pretrain", error)
+    return options.run_command("pretrain", lambda: _pretrain(argv))
+
+
+def _pretrain(argv: Sequence[str] | None) -> None:
+    """A run from its options to its table."""
+    begin = time.perf_counter()
+    config = runs.read_options(argv)
     # Imported late: a bad option is reported without waiting for JAX.
-    from examples import checkpoint, files, loop, runs, signals
+    import jax
+
+    from examples import optim, plot, setup, train
+    from examples.data import loader
+    from examples.report import Report
+
+    optim.plans(config.optim, config.run.steps)  # bad names are refused at once
+    config = _settle_devices(config)
+    data = loader.load(config)
+    folder = runs.claim_folder(config)
+    first = jax.process_index() == 0
+    with contextlib.ExitStack() as stack, _advice_for_full_memory():
+        if first:
+            stack.enter_context(runs.locked(folder))
+        made = setup.prepare(config, data)
+        done = _earlier_results(config, folder)  # before anything is written
+        vocab_size, digest = data.tokenizer.vocab_size, data.about["digest"]
+        changes = runs.store_settings(folder, config, vocab_size, digest, write=first)
+        plans = made.plans()
+        names = [plan.name for plan in plans]
+        report = stack.enter_context(Report(config, folder, names))
+        received = stack.enter_context(train.signals())
+        stack.enter_context(jax.set_mesh(made.mesh))
+        _describe(made, report, changes)
+        results = []
+        for plan in plans:
+            result = done.get(plan.name)
+            results.append(result or train.train(made, plan, report, folder, received))
+        if first:
+            figure = plot.plot_runs([folder], folder / "loss.png")
+            report.table(results, figure, time.perf_counter() - begin)
+
+
+def _settle_devices(config: Config) -> Config:
+    """What must be done before JAX looks for its devices; the options that follow."""
+    import jax
+
+    if config.run.deterministic:  # bit-identical continuation on GPUs
+        # Their fastest operations add in any order, cuDNN's backward pass among them.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+        model = dataclasses.replace(config.model, attention="xla")
+        config = dataclasses.replace(config, model=model)
+    if config.run.distributed and not jax.distributed.is_initialized():
+        try:
+            jax.distributed.initialize()
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"--distributed: {error} (start one process a host with Slurm, Open "
+                "MPI or on a TPU pod, which JAX asks for the others; elsewhere set "
+                "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
+                "JAX_PROCESS_ID for each)"
+            ) from None
+    return config
+
+
+@contextlib.contextmanager
+def _advice_for_full_memory() -> Any:
+    import jax
 
     try:
-        runs.run(config)
-    except (
-        loop.TrainingStopped,
-        checkpoint.CheckpointFailed,
-        files.WriteFailed,
-    ) as error:
-        return failed("pretrain", error, 1)
-    except UserError as error:
-        return failed("pretrain", error)
-    except signals.Interrupted as stopped:
-        print(f"pretrain: {stopped}", file=sys.stderr)
-        return stopped.code
-    except KeyboardInterrupt:
-        return failed("pretrain", "interrupted", 130)
-    return 0
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(
+            error
+        ):
+            raise
+        said = str(error).strip().split("\n")[0][:200]
+        full = UserError(
+            f"out of memory ({said}): try a smaller --batch-size, --accumulate 2 or "
+            "more, --remat full, or a --mesh of more devices"
+        )
+        full.code = 1
+        raise full from None
+
+
+def _earlier_results(config: Config, folder: Path) -> "dict[str, Result]":
+    """Of the optimizers that had finished before this run went on."""
+    from examples.files import read_metrics
+    from examples.report import Result
+
+    path = folder / runs.METRICS_FILE
+    if not path.exists():
+        return {}
+    fields = {field.name for field in dataclasses.fields(Result)}
+    records = [r for r in read_metrics(path) if r["kind"] == "result"]
+    found = [Result(**{k: r[k] for k in fields}) for r in records if fields <= r.keys()]
+    return {r.optimizer: r for r in found if r.steps == config.run.steps}
+
+
+def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
+    """Say what is about to be trained on what, and write down what a reader needs.
+
+    `changes`: what is not as it was when the run was begun.
+    """
+    import jax
+
+    from examples.data.tokens import FILE
+    from examples.files import write_atomically
+    from examples.mesh import environment
+    from examples.models import matrix_rules, sizes
+
+    config, data = setup.config, setup.data
+    text, run, model = data.about, config.run, config.model
+    counts = sizes(model, setup.params)
+    some = f" ({counts.active:,} active)" if counts.active < counts.parameters else ""
+    tokens = run.steps * run.batch_size * model.seq_len
+    epochs = tokens / (data.train.windows * model.seq_len)
+    machine = environment()
+    parts = [
+        f"  {name} {text[part]['documents']:,} documents, {text[part]['bytes']:,} "
+        f"bytes, {text[part]['tokens']:,} tokens"
+        for name, part in (("train", "train"), ("validation", "val"))
+    ]
+    mesh = ", ".join(f"{name}={size}" for name, size in setup.mesh.shape.items())
+    report.say(
+        f"text: {text['source']}; hash {text['digest']}",
+        f"{parts[0]} ({data.tokenizer.name})",
+        f"{parts[1]}; {data.val.tokens:,} of them are used",
+        *(f"  {note}" for note in text["notes"]),
+        f"model: {model.model}, {counts.parameters:,} parameters{some}, {model.dtype}, "
+        f"vocabulary {data.tokenizer.vocab_size:,}",
+        f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = "
+        f"{tokens:,} tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}",
+        "machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()),
+        f"mesh: {mesh}, on {setup.mesh.size} of {jax.device_count()} devices",
+        *changes,
+    )
+    if config.optim.warmup_steps >= run.steps:
+        report.say(
+            f"note: the warm-up, {config.optim.warmup_steps} steps, is no shorter than "
+            "the run: the peak learning rate is never reached"
+        )
+    report.record(
+        "run",
+        config=config.as_dict(),
+        environment=machine,
+        parameters=counts.parameters,
+        text=text,
+        changes=list(changes),
+    )
+    if jax.process_index() == 0:
+        data.tokenizer.save(report.folder / FILE)
+        routing = matrix_rules(model).describe(setup.params) + "\n"
+        write_atomically(report.folder / "parameters.txt", [routing.encode()])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What a run shows and keeps: JSONL records, a progress bar, a closing table."""
+"""What a run shows and keeps: JSONL records, progress, a closing table."""
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -12,20 +13,16 @@ from typing import Any, Self
 import jax
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from examples.config import METRICS_FILE, Config
-from examples.flags import UserError
-from examples.records import RecordFile
-from examples.sinks import open_sinks
+from examples.config import Config
+from examples.files import Record, RecordFile
+from examples.options import UserError
+from examples.runs import METRICS_FILE
+
+# Without a terminal a line is printed so often, at most.
+_LINE_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +50,50 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
+# (name of the optimizer, training or validation, step, numbers) -> None
+Sink = Callable[[str, str, int, Mapping[str, float]], None]
+
+
+def _sinks(config: Config, folder: Path) -> list[Sink]:
+    """Copies of the records in TensorBoard and Weights & Biases, as options ask."""
+
+    def library(name: str, flag: str) -> Any:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            said = f"--{flag}: the package {name!r} is not installed"
+            raise UserError(said) from None
+
+    sinks: list[Sink] = []
+    if config.run.tensorboard:
+        board, writers = library("tensorboardX", "tensorboard"), {}
+
+        def write(name: str, kind: str, step: int, numbers: Any) -> None:
+            if name not in writers:  # one curve per optimizer in the same charts
+                place = str(folder / "tensorboard" / name)
+                writers[name] = board.SummaryWriter(place)
+            for key, value in numbers.items():
+                writers[name].add_scalar(f"{kind}/{key}", value, step)
+            writers[name].flush()
+
+        sinks.append(write)
+    if config.run.wandb:
+        settings = {"project": "muon2_optax", "dir": str(folder), "resume": "allow"}
+        run = library("wandb", "wandb").init(config=config.as_dict(), **settings)
+
+        def log(name: str, kind: str, step: int, numbers: Any) -> None:
+            # Every optimizer counts its own steps, and W&B's counter cannot go back.
+            values = {f"{name}/{kind}/{k}": v for k, v in numbers.items()}
+            run.log({f"{name}/step": step} | values)
+
+        sinks.append(log)
+    return sinks
+
+
 def _numbers(numbers: Mapping[str, float | None]) -> str:
     """What a step looks like on the screen; unknown numbers are left out."""
     loss = numbers["loss"]
-    if loss is None:
+    if loss is None or not math.isfinite(loss):
         return "loss not finite"
     text = f"loss {loss:.3f}  ppl {perplexity(loss):,.1f}"
     shown = (
@@ -65,48 +102,38 @@ def _numbers(numbers: Mapping[str, float | None]) -> str:
         ("memory_gib", "  {:.1f} GiB"),
         ("skipped", "  skipped {:.0f}"),
     )
-    for key, form in shown:
-        if value := numbers.get(key):
-            text += form.format(value)
-    return text
-
-
-def _short_time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    return text + "".join(
+        form.format(value) for key, form in shown if (value := numbers.get(key))
+    )
 
 
 class Report:
     """Writes `metrics.jsonl`, the source of truth, and shows progress on stdout.
 
     On a terminal there is a progress bar; elsewhere there are plain lines, one for
-    every validation. Only the first of several processes writes and shows anything.
+    every validation and one every ten seconds. Only the first of several processes
+    writes and shows anything.
     """
 
     def __init__(self, config: Config, folder: Path, optimizers: list[str]):
         self.folder = folder
-        self._steps = config.run.steps
-        self._log_every = config.run.log_every
+        self._steps, self._log_every = config.run.steps, config.run.log_every
         self._total = len(optimizers) * self._steps
         self._order = {name: index for index, name in enumerate(optimizers)}
-        self._active = jax.process_index() == 0
-        self._console = Console(highlight=False, quiet=not self._active)
-        self._live = self._console.is_terminal and self._active
-        self._begin = time.perf_counter()
-        self._begun_at: int | None = None
-        self._latest: dict[str, float | None] = {"loss": math.nan}
-        self._sinks = open_sinks(config, folder) if self._active else []
+        active = jax.process_index() == 0
+        self._console = Console(highlight=False, quiet=not active)
+        self._live = self._console.is_terminal and active
+        self._sinks = _sinks(config, folder) if active else []
         # A new run never writes into the file of another.
         new, path = config.save.resume == "no", folder / METRICS_FILE
-        self._file = RecordFile(path, new=new) if self._active else None
+        self._file = RecordFile(path, new=new) if active else None
+        self._mark = self._line_at = 0.0
+        self._marked_step = 0
         self._bar = Progress(
             TextColumn("{task.description:>8}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(elapsed_when_finished=False),
             console=self._console,
         )
         self._task = None
@@ -135,15 +162,13 @@ class Report:
     def record(self, kind: str, **fields: Any) -> None:
         """Append one record to the JSONL file; a kill cannot take it back."""
         known = {
-            key: None
-            if isinstance(value, float) and not math.isfinite(value)
-            else value
-            for key, value in fields.items()
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in fields.items()
         }
         if self._file is not None:
             self._file.write({"kind": kind, **known})
 
-    def rewind(self, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    def rewind(self, keep: Callable[[Record], bool]) -> list[Record]:
         """Drop the records that `keep` refuses; returns those that stay."""
         return [] if self._file is None else self._file.rewind(keep)
 
@@ -154,69 +179,60 @@ class Report:
 
     def begin(self, name: str, step: int) -> None:
         """Announce the next optimizer: it compiles before its first step."""
-        if self._begun_at is None:  # a continued run has done its first steps before
-            self._begun_at = self._done(name, step)
-        if self._live:
-            self._show(name, step, "compiling")
+        self._marked_step = 0
+        self._show(name, step, "compiling")
 
     def train_step(self, name: str, step: int, numbers: dict[str, Any]) -> None:
         """Take the numbers of a finished step; every `log_every`-th is recorded."""
-        if step == 1 or step % self._log_every == 0:
+        if not self._marked_step:  # the time that is left is told by the steps after
+            self._mark, self._marked_step = time.perf_counter(), step
+        logged = step == 1 or step % self._log_every == 0
+        if logged:
             self.record("train", optimizer=name, step=step, **numbers)
-            floats = {k: v for k, v in numbers.items() if v is not None}
-            for sink in self._sinks:
-                sink(name, "train", step, floats)
-        self._latest = numbers
-        if self._live:
-            self._show(name, step, _numbers(numbers))
+            self._copy(name, "train", step, numbers)
+        if self._live or (logged and self._is_time()):
+            self._show(name, step, _numbers(numbers) + self._time_left(name, step))
 
-    def _done(self, name: str, step: int) -> int:
-        return self._order[name] * self._steps + step
+    def _is_time(self) -> bool:
+        return time.perf_counter() - self._line_at >= _LINE_SECONDS
 
-    def _show(self, name: str, step: int, numbers: str) -> None:
-        done = self._done(name, step)
+    def _copy(self, name: str, kind: str, step: int, numbers: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink(name, kind, step, {k: v for k, v in numbers.items() if v is not None})
+
+    def _time_left(self, name: str, step: int) -> str:
+        done, since = step - self._marked_step, time.perf_counter() - self._mark
+        if done < 1:
+            return ""
+        left = self._total - self._order[name] * self._steps - step
+        minutes, seconds = divmod(round(since * left / done), 60)
+        return f"  eta {minutes}:{seconds:02d}"
+
+    def _show(self, name: str, step: int, text: str) -> None:
+        if not self._live:
+            self.say(f"{name:>8} step {step}/{self._steps}  {text}")
+            self._line_at = time.perf_counter()
+            return
+        done = self._order[name] * self._steps + step
         if self._task is None:
-            self._task = self._bar.add_task(name, total=self._total, numbers=numbers)
+            self._task = self._bar.add_task(name, total=self._total, numbers=text)
             self._bar.start()
-        self._bar.update(self._task, description=name, completed=done, numbers=numbers)
+        self._bar.update(self._task, description=name, completed=done, numbers=text)
 
     def evaluation(self, name: str, step: int, numbers: dict[str, float]) -> None:
         """Record a validation, and show it as a line."""
         self.record("eval", optimizer=name, step=step, **numbers)
-        for sink in self._sinks:
-            sink(name, "eval", step, numbers)
-        line = f"{name:>8} step {step}/{self._steps}  "
-        if not self._live:  # the bar shows these already
-            line += f"{_numbers(self._latest)}  "
-        line += f"val loss {numbers['loss']:.4f}  "
-        line += f"bits/byte {numbers['bits_per_byte']:.3f}"
-        if not self._live:
-            done = self._done(name, step)
-            elapsed = time.perf_counter() - self._begin
-            eta = elapsed * (self._total - done) / max(1, done - (self._begun_at or 0))
-            line += f"  eta {_short_time(eta)}"
-        self.say(line)
-
-    def result(self, result: Result) -> Result:
-        """Record the final numbers of one optimizer."""
-        self.record("result", **dataclasses.asdict(result))
-        return result
+        self._copy(name, "eval", step, numbers)
+        line = f"val loss {numbers['loss']:.4f}  bits/byte "
+        line += f"{numbers['bits_per_byte']:.3f}{self._time_left(name, step)}"
+        self.say(f"{name:>8} step {step}/{self._steps}  {line}")
 
     def table(self, results: list[Result], figure: Path, seconds: float) -> None:
-        """The closing table, and where the files are."""
+        """Record nothing more; show the closing table, and where the files are."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        heads = ("K", "Nesterov", "rate", "val loss", "bits/byte", "skipped", "tok/s")
         table.add_column("optimizer", no_wrap=True)
-        heads = (
-            "K",
-            "nesterov",
-            "rate",
-            "val loss",
-            "ppl",
-            "bits/byte",
-            "tok/s",
-            "s",
-        )
-        for head in heads:
+        for head in (*heads, "s"):
             table.add_column(head, justify="right", no_wrap=True)
         best = min(result.val_loss for result in results)
         for r in results:
@@ -226,8 +242,8 @@ class Report:
                 {None: "-", True: "yes", False: "no"}[r.nesterov],
                 f"{r.learning_rate:g}",
                 f"{r.val_loss:.4f}",
-                f"{r.perplexity:.3f}",
                 f"{r.bits_per_byte:.4f}",
+                str(r.skipped),
                 f"{r.tokens_per_second:,.0f}",
                 f"{r.seconds:.0f}",
                 style="bold" if r.val_loss == best else "",

@@ -9,22 +9,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from examples import state as states
-from examples import step
+import muon2_optax as m2
+from examples import optim
+from examples import step as steps
 from examples.config import Config
 from examples.data import loader
-from examples.flags import UserError
 from examples.mesh import batch_sharding, make_mesh
+from examples.models import make_model, matrix_rules
+from examples.options import check
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all optimizers share: data, devices, model and compiled functions."""
+    """Made once by `prepare`."""
 
     config: Config
     data: loader.Dataset
     mesh: Mesh
-    batch_sharding: NamedSharding
+    rows: NamedSharding  # of a batch
     graphdef: Any
     init: Callable[[jax.Array], Any]
     params: Any  # shapes and shardings
@@ -32,17 +34,33 @@ class Setup:
     eval_step: Callable[[Any, Any, Any], jax.Array]
     val: list[tuple[jax.Array, jax.Array]]
 
+    def plans(self) -> list[optim.Plan]:
+        """The optimizers to compare, for this model on this mesh."""
+        config, mesh = self.config, self.mesh
+        return optim.plans(
+            config.optim,
+            config.run.steps,
+            rules=matrix_rules(config.model),
+            shardings=m2.Shardings.of(self.params) if mesh.size > 1 else None,
+        )
+
     def batches(self, first: int) -> Iterator[np.ndarray]:
         """The rows that this process feeds to step `first` and those after it."""
         run = self.config.run
-        rows = local_rows(self.batch_sharding, (run.batch_size, 1))
+        rows = local_rows(self.rows, (run.batch_size, 1))
         return (self.data.train.at(number, rows) for number in range(first, run.steps))
 
+    def place(self, rows: np.ndarray) -> jax.Array:
+        """A global batch, of which this process has `rows`."""
+        shape = (self.config.run.batch_size, *rows.shape[1:])
+        return jax.make_array_from_process_local_data(self.rows, rows, shape)
 
-def place(rows: np.ndarray, sharding: NamedSharding, count: int) -> jax.Array:
-    """A global array of `count` rows, of which this process has `rows`."""
-    shape = (count, *rows.shape[1:])
-    return jax.make_array_from_process_local_data(sharding, rows, shape)
+    def evaluate(self, params: Any) -> tuple[float, float]:
+        """Mean loss per validation token (nats), bits per byte of validation text."""
+        val = self.data.val
+        sums = [self.eval_step(params, tokens, weight) for tokens, weight in self.val]
+        total = math.fsum(float(value) for value in sums)
+        return total / val.tokens, total / math.log(2) / max(1, val.bytes)
 
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> slice:
@@ -52,55 +70,41 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> slice:
     return slice(min(span[0] for span in spans), max(span[1] for span in spans))
 
 
-def evaluate(setup: Setup, params: Any) -> tuple[float, float]:
-    """Mean loss per validation token (nats) and bits per byte of validation text."""
-    val = setup.data.val
-    sums = [setup.eval_step(params, tokens, weight) for tokens, weight in setup.val]
-    total = math.fsum(float(value) for value in sums)
-    return total / val.tokens, total / math.log(2) / max(1, val.bytes)
-
-
-def _check_divisions(config: Config, mesh: jax.sharding.Mesh) -> None:
-    sharding, run = batch_sharding(mesh), config.run
-    size = run.batch_size // run.accumulate
-    groups = mesh.size // sharding.shard_shape((mesh.size, 1))[0]
-    if run.loss_chunks and config.model.seq_len % run.loss_chunks:
-        raise UserError(
-            f"--loss-chunks {run.loss_chunks} does not divide "
-            f"--seq-len {config.model.seq_len}"
-        )
-    if size % groups:
-        raise UserError(
-            f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size} "
-            f"rows cannot be divided over the {groups} parts of --mesh {run.mesh}"
-        )
-
-
 def prepare(config: Config, data: loader.Dataset) -> Setup:
     """Build and compile what all optimizers share, so that none is charged for it."""
-    mesh = make_mesh(config.run.mesh)
-    _check_divisions(config, mesh)
-    sharding, count = batch_sharding(mesh), config.run.batch_size
-    rows = local_rows(sharding, (count, 1))
-    val = [
-        (place(tokens[rows], sharding, count), place(weight[rows], sharding, count))
-        for tokens, weight in data.val.batches
-    ]
+    mesh, run, length = make_mesh(config.run.mesh), config.run, config.model.seq_len
+    rows, vocab_size = batch_sharding(mesh), data.tokenizer.vocab_size
+    size, groups = run.batch_size // run.accumulate, mesh.size
+    groups //= rows.shard_shape((mesh.size, 1))[0]
+    divides = not run.loss_chunks or length % run.loss_chunks == 0
+    check(divides, f"--loss-chunks {run.loss_chunks} does not divide {length} tokens")
+    check(
+        size % groups == 0,
+        f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size} rows "
+        f"cannot be divided over the {groups} parts of --mesh {run.mesh or 'data=-1'}",
+    )
     with jax.set_mesh(mesh):
-        vocab_size = data.tokenizer.vocab_size
-        graphdef, init = states.make_model(config.model, vocab_size)
-        params = states.abstract_params(init, mesh)
-        whole = step.loss_chunks(config, vocab_size, mesh, parts=1)
-        eval_step = step.make_eval_step(graphdef, whole).lower(params, *val[0])
-        return Setup(
+        graphdef, init = make_model(config.model, vocab_size)
+        params = steps.abstract_params(init, mesh)
+        whole = steps.loss_chunks(config, vocab_size, mesh, parts=1)
+        shape = jax.ShapeDtypeStruct(
+            (run.batch_size, length + 1), np.int32, sharding=rows
+        )
+        weight = jax.ShapeDtypeStruct((run.batch_size,), np.float32, sharding=rows)
+        eval_step = steps.make_eval_step(graphdef, whole).lower(params, shape, weight)
+        setup = Setup(
             config=config,
             data=data,
             mesh=mesh,
-            batch_sharding=sharding,
+            rows=rows,
             graphdef=graphdef,
             init=init,
             params=params,
-            chunks=step.loss_chunks(config, vocab_size, mesh, config.run.accumulate),
+            chunks=steps.loss_chunks(config, vocab_size, mesh, run.accumulate),
             eval_step=eval_step.compile(),
-            val=val,
+            val=[],
         )
+        mine = local_rows(rows, (run.batch_size, 1))
+        for tokens, in_use in data.val.batches:
+            setup.val.append((setup.place(tokens[mine]), setup.place(in_use[mine])))
+    return setup

@@ -16,11 +16,10 @@ import pytest
 from examples import checkpoint, plot, step
 from examples.config import parse
 from examples.data import loader
-from examples.files import WriteFailed
-from examples.flags import UserError
-from examples.folder import locked
+from examples.files import RecordFile, WriteFailed, read_metrics
+from examples.options import UserError
 from examples.pretrain import main
-from examples.records import RecordFile, read_metrics
+from examples.runs import locked
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -159,7 +158,7 @@ def test_other_text_is_refused(
     other = tmp_path / "other.txt"
     other.write_text("to be or not to be, that is the question\n" * 500)
     assert main(["--resume", "--out", str(folder), "--data", str(other)]) == 2
-    assert "the text differs" in capsys.readouterr().err
+    assert "the text or its tokenizer differs" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -254,7 +253,7 @@ def test_digest_sees_every_bit_and_no_division() -> None:
 
 
 def test_load_params_names_what_is_missing(finished: Path, tmp_path: Path) -> None:
-    params, config = checkpoint.load_params(finished, "muon2", 8)
+    params, config, _ = checkpoint.load_params(finished, "muon2", 8)
     assert config.run.steps == 12
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
     with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there: \[4, 8, 12"):

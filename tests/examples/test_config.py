@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from examples import config
-from examples.flags import UserError
+from examples import config, runs
+from examples.options import UserError
 from examples.pretrain import main
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,11 @@ def fails_with_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> 
         (["--learning-rate", "0"], "above 0"),
         (["--learning-rate", "nan"], "--learning-rate"),
         (["--adam-learning-rate", "inf"], "--adam-learning-rate"),
-        (["--b1", "1.5"], "at most 1"),
+        (["--b1", "1.0"], "--b1 must be at least 0 and below 1, got 1.0"),
+        (["--b2", "1.5"], "below 1"),
+        (["--steps", "99999999999999999999"], "at most 2147483647"),
+        (["--init-optimizer"], "--init-optimizer needs --init-from"),
+        (["--distributed"], "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
         (["--val-fraction", "0.9"], "--val-fraction"),
         (["--optimizer", ""], "--optimizer"),
         (["--optimizer", "muon,sgd9"], "unknown name 'sgd9' (known: adamw, "),
@@ -122,7 +126,7 @@ def test_fingerprint_ignores_the_folder_only() -> None:
 
 
 def continued(folder: Path, *more: str) -> config.Config:
-    return config.parse(["--out", str(folder), "--resume", *more])
+    return runs.read_options(["--out", str(folder), "--resume", *more])
 
 
 def test_a_continued_run_has_the_options_of_its_start(tmp_path: Path) -> None:
@@ -145,6 +149,7 @@ def test_a_continued_run_has_the_options_of_its_start(tmp_path: Path) -> None:
         (["--steps", "8"], "--steps was 9, now 8"),
         (["--optimizer", "muon"], "--optimizer was"),
         (["--dim", "64"], "--dim was 128, now 64"),
+        (["--eval-tokens", "64"], "--eval-tokens was 32768, now 64"),
     ],
 )
 def test_a_continued_run_names_what_must_not_change(
@@ -158,3 +163,31 @@ def test_a_continued_run_names_what_must_not_change(
     (tmp_path / "config.json").write_text(content[:-9])
     with pytest.raises(UserError, match="unreadable"):
         continued(tmp_path)
+
+
+def test_micro_batches_of_an_moe_must_not_change(tmp_path: Path) -> None:
+    """Its balance loss is a mean over each; of other models only rounding changes."""
+    for model in ("moe_tiny", "gpt_tiny"):
+        begun = config.parse(["--model", model])
+        content = json.dumps({"config": begun.as_dict(), "vocab_size": 9, "text": ""})
+        (tmp_path / "config.json").write_text(content)
+        if model == "gpt_tiny":
+            assert continued(tmp_path, "--accumulate", "2").run.accumulate == 2
+            continue
+        with pytest.raises(UserError, match="--accumulate was 1, now 2"):
+            continued(tmp_path, "--accumulate", "2")
+
+
+def test_a_signal_while_importing_is_one_line() -> None:
+    """Ctrl-C as soon as JAX begins to be imported."""
+    code = (
+        "import sys; from examples.pretrain import main\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'jax': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop()); sys.exit(main([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "pretrain: interrupted\n")

@@ -15,14 +15,15 @@ import optax
 import pytest
 
 import muon2_optax as m2
-from examples import hardware, optim, plot
+from examples import optim, plot
+from examples import train as training
 from examples.checkpoint import load_params
 from examples.config import parse
-from examples.flags import UserError
-from examples.folder import claim_folder
-from examples.models import flops_per_token
+from examples.files import read_metrics
+from examples.models import make_model, sizes
+from examples.options import UserError
 from examples.pretrain import main
-from examples.records import read_metrics
+from examples.runs import claim_folder
 
 Records = list[dict]
 
@@ -165,19 +166,26 @@ def test_a_run_that_diverges_stops_and_says_so(
     assert main([*argv, "--max-bad-steps", "4", "--log-every", "1"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "adamw: 4 steps in a row" in err and "at step" in err
+    assert "adamw: 4 steps in a row" in err and "the first of them step 1" in err
     (stopped,) = of_kind(tmp_path / "run", "stopped")
     assert stopped["reason"] in err
     skipped = of_kind(tmp_path / "run", "skipped")
     assert [r["in_a_row"] for r in skipped] == [1, 2, 3, 4]
-    with pytest.raises(UserError, match="no checkpoint"):  # of a ruined model
-        load_params(tmp_path / "run")
+    params, _, _ = load_params(tmp_path / "run")  # the untouched model is kept
+    assert np.isfinite(params["lm_head"]["kernel"]).all()
 
 
 def test_a_ruined_model_takes_the_place_of_no_good_one(
-    text_path: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Update 5 is not finite; its gradient is, and so are the steps before."""
+    """Update 5 is not finite; its gradient is, and so are the steps before.
+
+    Nothing of it reaches the model: the state of step 4 is what is saved at the end.
+    """
     plans = optim.plans
 
     def ruining(*args: Any, **kwargs: Any) -> list[optim.Plan]:
@@ -193,8 +201,11 @@ def test_a_ruined_model_takes_the_place_of_no_good_one(
     assert main([*argv, "--max-bad-steps", "4", "--keep", "1"]) == 1
     monkeypatch.undo()
     (kept,) = (tmp_path / "run" / "checkpoints" / "adamw").iterdir()
-    assert kept.name == "4"
-    params, _ = load_params(tmp_path / "run")
+    assert kept.name == "8"
+    err = capsys.readouterr().err
+    assert "the first of them step 5" in err and "go back to checkpoint 8" in err
+    assert err.count("\n") == 1
+    params, _, _ = load_params(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
@@ -291,7 +302,7 @@ def test_tensorboard_and_wandb(
     monkeypatch.setitem(sys.modules, "tensorboardX", board)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     # A device of known speed, so that there is an MFU to show.
-    monkeypatch.setattr(hardware, "peak_flops", lambda devices: 1e12)
+    monkeypatch.setattr(training, "peak_flops", lambda devices: 1e12)
     argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--steps", "4"]
     argv += ["--tensorboard", "--wandb", "--log-every", "1"]
     assert main([*argv, "--out", str(tmp_path / "run")]) == 0
@@ -299,8 +310,10 @@ def test_tensorboard_and_wandb(
     losses = [record["loss"] for record in train]
     assert board.numbers["train/loss"] == wandb.numbers["muon2/train/loss"] == losses
     assert len(board.numbers["eval/loss"]) == 1
+    model = parse(argv).model
+    shapes = jax.eval_shape(make_model(model, 257)[1], jax.random.key(0))
     for record in train:
-        flops = flops_per_token(parse(argv).model, 257) * record["tokens_per_second"]
+        flops = sizes(model, shapes).flops_per_token * record["tokens_per_second"]
         assert math.isclose(record["mfu"], flops / 1e12)
     assert "MFU" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "wandb", None)

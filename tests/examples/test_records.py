@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from examples import config, pretrain, sample
-from examples.files import WriteFailed, write_atomically
-from examples.flags import UserError
-from examples.folder import claim_folder, locked
-from examples.records import RecordFile, read_metrics
+from examples.files import RecordFile, WriteFailed, read_metrics, write_atomically
+from examples.options import UserError
+from examples.runs import claim_folder, locked
 
 TRAIN = {"kind": "train", "optimizer": "muon2", "step": 1, "tokens": 8, "seconds": 0.1}
 TRAIN |= {"loss": 5.5}
@@ -157,4 +156,4 @@ def test_without_its_config_a_run_does_not_go_on(
         return
     assert pretrain.main(argv) == 2
     err = capsys.readouterr().err
-    assert "config.json is lost" in err and err.count("\n") == 1
+    assert "lost its options" in err and err.count("\n") == 1

@@ -11,13 +11,20 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.evaluation.scoring import Score
-from examples.flags import UserError
+from examples.options import UserError
+
+
+class Score(NamedTuple):
+    """Sum of the log-probabilities, and whether greedy decoding gives these tokens."""
+
+    log_likelihood: float
+    is_greedy: bool
 
 
 @dataclass(frozen=True)
@@ -42,25 +49,18 @@ class Task:
     normalized: bool = False  # whether the harness reports acc_norm
 
 
-def _choose(context: str, choices: Sequence[str], gold: int) -> Question:
-    pairs = [(context, f" {choice}") for choice in choices]
-    return Question(pairs, gold, tuple(choices))
-
-
 def _last_word(record: Any) -> Question:
     return Question([(record["context"], " " + record["continuation"])])
 
 
-def _piqa(record: Any) -> Question:  # the query ends with a line end
-    return _choose(record["query"] + "Answer:", record["choices"], record["gold"])
-
-
-def _arc(record: Any) -> Question:
-    return _choose(record["query"] + "\nAnswer:", record["choices"], record["gold"])
-
-
-def _plain(record: Any) -> Question:
-    return _choose(record["query"], record["choices"], record["gold"])
+def _choices(
+    record: Any, after_query: str = "", query: Callable[[str], str] = str
+) -> Question:
+    """A query, changed and with words after it, and answers to choose from."""
+    context = query(record["query"]) + after_query
+    choices = tuple(record["choices"])
+    pairs = [(context, f" {choice}") for choice in choices]
+    return Question(pairs, record["gold"], choices)
 
 
 def _winogrande(record: Any) -> Question:
@@ -69,16 +69,11 @@ def _winogrande(record: Any) -> Question:
     return Question(pairs, record["gold"])
 
 
-def _boolq(record: Any) -> Question:
-    query = record["query"].removeprefix("Passage: ")
-    return _choose(query + "\nAnswer:", record["choices"], record["gold"])
-
-
 def _copa(record: Any) -> Question:
     """The harness writes no comma, and two spaces before the answer."""
-    query = re.sub(r", (because|therefore)$", r" \1", record["query"])
     choices = [f" {choice[:1].lower()}{choice[1:]}" for choice in record["choices"]]
-    return _choose(query, choices, record["gold"])
+    without_comma = partial(re.sub, r", (because|therefore)$", r" \1")
+    return _choices(record | {"choices": choices}, query=without_comma)
 
 
 def _hellaswag(record: Any) -> Question:
@@ -87,15 +82,20 @@ def _hellaswag(record: Any) -> Question:
     *rest, last = re.split(r"(?<=[.!?]) ", query)
     if last[:1].islower():
         query = " ".join([*rest, last.capitalize()])
-    return _choose(query, choices, int(gold))
+    return _choices({"query": query, "gold": int(gold), "choices": choices})
 
+
+_answer = partial(_choices, after_query="\nAnswer:")
+# The query of PIQA ends with a line end; that of BoolQ begins with a word more.
+_piqa = partial(_choices, after_query="Answer:")
+_boolq = partial(_answer, query=lambda query: query.removeprefix("Passage: "))
 
 TASKS = {
     task.name: task
     for task in (
-        Task("arc_challenge", "arc_challenge.jsonl", _arc, normalized=True),
-        Task("arc_easy", "arc_easy.jsonl", _arc, normalized=True),
-        Task("openbookqa", "openbook_qa.jsonl", _plain, normalized=True),
+        Task("arc_challenge", "arc_challenge.jsonl", _answer, normalized=True),
+        Task("arc_easy", "arc_easy.jsonl", _answer, normalized=True),
+        Task("openbookqa", "openbook_qa.jsonl", _choices, normalized=True),
         Task("hellaswag", "hellaswag_val_full.txt", _hellaswag, normalized=True),
         Task("piqa", "piqa.jsonl", _piqa, normalized=True),
         Task("winogrande", "winogrande.jsonl", _winogrande),
@@ -152,7 +152,8 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 def measure(
     task: Task, questions: Sequence[Question], scores: Sequence[Sequence[Score]]
 ) -> dict[str, float]:
-    """The harness's metrics and their standard errors, from each question's scores.
+    """The harness's metrics and their standard errors, from each question's scores,
+    and the accuracy of a guess.
 
     For the perplexity, whose error the harness finds by resampling, it is that of the
     mean log-likelihood times the perplexity.
@@ -176,4 +177,6 @@ def measure(
     metrics: dict[str, float] = {}
     for name, (value, error) in found.items():
         metrics |= {name: value, f"{name}_stderr": error}
+    if task.read is not _last_word:
+        metrics["chance"] = _mean([1 / len(q.pairs) for q in questions])[0]
     return metrics

@@ -1,0 +1,368 @@
+"""Train one optimizer: steps, validations and checkpoints in their order."""
+
+import contextlib
+import dataclasses
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import examples.step as steps
+from examples import checkpoint, evaluate, optim, sample, weights
+from examples.data import loader
+from examples.files import WriteFailed
+from examples.mesh import peak_flops, peak_memory
+from examples.models import sizes
+from examples.options import Interrupted, UserError
+from examples.report import Report, Result, perplexity
+from examples.runs import CHECKPOINT_FOLDER
+from examples.setup import Setup
+from examples.trained import Model
+
+# Steps that may be under way while their losses are still unread. Reading the loss of
+# the newest step instead would leave the device idle between steps.
+_STEPS_AHEAD = 2
+
+
+class TrainingStopped(UserError):
+    """Training cannot go on."""
+
+    code = 1
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[Callable[[], int]]:
+    """Remembers a signal that asks the run to end; a second one acts as usual.
+
+    A signal that is ignored when the run begins, as `nohup` does with SIGHUP, stays so.
+    """
+    received, before = 0, {}
+
+    def restore() -> None:
+        while before:
+            signal.signal(*before.popitem())
+
+    def take(number: int, _: Any) -> None:
+        nonlocal received
+        received = number
+        restore()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, take)
+    try:
+        yield lambda: received
+    finally:
+        restore()
+
+
+def train(
+    setup: Setup,
+    plan: optim.Plan,
+    report: Report,
+    folder: Path,
+    received: Callable[[], int],
+) -> Result:
+    """Train with one optimizer, whose checkpoints are in the run's folder."""
+    save, place = setup.config.save, folder / CHECKPOINT_FOLDER / plan.name
+    store = checkpoint.Store(place, save.keep, keep_best=save.keep_best)
+    with contextlib.closing(store):
+        return Training(setup, plan, report, store, received).result()
+
+
+class Training:
+    """One optimizer from its newest checkpoint, or from the start, to the last step."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        plan: optim.Plan,
+        report: Report,
+        store: checkpoint.Store,
+        received: Callable[[], int],
+    ):
+        self._setup, self._plan, self._report = setup, plan, report
+        self._store, self._received = store, received
+        self._run, self._save_options = setup.config.run, setup.config.save
+        self._tokens = self._run.batch_size * setup.config.model.seq_len
+        self._flops = sizes(setup.config.model, setup.params).flops_per_token
+        self._peak = peak_flops(setup.mesh.size)
+        self._unread: deque[tuple[int, steps.Metrics]] = deque()
+        self._evaluated, self._val_loss, self._bits = -1, math.nan, math.nan
+        self._first_bad = 0  # of the bad steps in a row that end with the newest
+        self._due = False  # a checkpoint, when a step is good again
+        self._begin = self._saved_at = time.perf_counter()
+
+    def result(self) -> Result:
+        """Train; the result is that of the last step."""
+        plan = self._plan
+        self._report.begin(plan.name, (self._store.steps() or [0])[-1])
+        abstract, compiled = self._compile()
+        state = self._start(abstract)
+        compile_seconds = time.perf_counter() - self._begin
+        first = int(state.step)
+        self._since = time.perf_counter()
+        try:
+            state = self._steps(state, compiled)
+        except (WriteFailed, checkpoint.CheckpointFailed):
+            raise  # a checkpoint must not be newer than the records
+        except UserError:  # steps that are not finite, or damaged data
+            self._keep_good()
+            raise
+        if first == self._run.steps:
+            self._evaluate(first, state)
+        self._store.wait()
+        result = Result(
+            optimizer=plan.name,
+            ns_steps=plan.ns_steps,
+            nesterov=plan.nesterov,
+            learning_rate=plan.learning_rate,
+            adam_learning_rate=plan.adam_learning_rate,
+            steps=self._run.steps,
+            skipped=int(state.skipped),
+            val_loss=self._val_loss,
+            perplexity=perplexity(self._val_loss),
+            bits_per_byte=self._bits,
+            tokens_per_second=self._run.steps * self._tokens / max(self._trained, 1e-9),
+            seconds=time.perf_counter() - self._begin,
+            compile_seconds=compile_seconds,
+            digest=f"{int(checkpoint.digest(state)):08x}",
+        )
+        self._report.record("result", **dataclasses.asdict(result))
+        return result
+
+    def _compile(self) -> tuple[steps.TrainState, Callable[..., Any]]:
+        """The abstract state, and the step compiled for it."""
+        setup, plan = self._setup, self._plan
+        abstract = steps.abstract_state(
+            plan.transform, setup.params, setup.mesh, ema=self._run.ema is not None
+        )
+        train_step = steps.make_train_step(
+            setup.graphdef,
+            plan.transform,
+            setup.config,
+            abstract,
+            setup.chunks,
+            plan.schedule,
+        )
+        shape = self._run.batch_size, setup.config.model.seq_len + 1
+        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=setup.rows)
+        return abstract, train_step.lower(abstract, tokens).compile()
+
+    def _first_state(self, abstract: steps.TrainState) -> steps.TrainState:
+        """Of new parameters, or of those that --init-from names."""
+        setup, plan, source = self._setup, self._plan, self._run.init_from
+        if source is None:
+            key = jax.random.key(self._run.seed)
+            return steps.initial_state(setup.init, plan.transform, abstract, key)
+        if source.endswith(".safetensors"):
+            params, opt_state = weights.load(Path(source), setup.params), None
+        else:
+            transform = plan.transform if self._run.init_optimizer else None
+            params, opt_state = checkpoint.load_initial(
+                source, plan.name, setup.params, transform
+            )
+        state = steps.initial_state(lambda p: p, plan.transform, abstract, params)
+        if opt_state is None:
+            return state
+        return state._replace(opt_state=optim.at_schedule_start(opt_state))
+
+    def _start(self, abstract: steps.TrainState) -> steps.TrainState:
+        """The state to go on from; records of steps after it are dropped."""
+        state, notes = self._store.restore(abstract)
+        if state is None:
+            state = self._first_state(abstract)
+        name, first = self._plan.name, int(state.step)
+        # A run killed between its last step and its result evaluates once more.
+        again = "eval" if first == self._run.steps else ""
+
+        def keep(record: dict[str, Any]) -> bool:
+            if record.get("optimizer") != name or record["kind"] == "result":
+                return record.get("optimizer") != name
+            step = record["step"]
+            return step < first or (step == first and record["kind"] != again)
+
+        records = self._report.rewind(keep)
+        mine = [r for r in records if r.get("optimizer") == name]
+        # Seconds of training: validation and saving are left out.
+        self._trained = max(
+            (r["seconds"] for r in mine if r["kind"] == "train"), default=0.0
+        )
+        self._mark = (first, self._trained)
+        self._skipped = int(state.skipped)
+        self._first_bad = first if int(state.skipped_in_a_row) else 0
+        if self._save_options.resume != "no":
+            self._report.record("resumed", optimizer=name, step=first, notes=notes)
+            self._report.say(f"{name}: from step {first}", *notes)
+        return state
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """The clock of training stands still."""
+        self._trained += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+    def _steps(self, state: steps.TrainState, compiled: Any) -> steps.TrainState:
+        run, first = self._run, int(state.step)
+        self._newest = state
+        every = self._save_options.save_every
+        ready = loader.prefetch(self._setup.batches(first))
+        with contextlib.closing(ready):  # type: ignore
+            for number, batch in enumerate(ready, first + 1):
+                state, metrics = compiled(state, self._setup.place(batch))
+                self._newest = state
+                self._unread.append((number, metrics))
+                self._read(keep=_STEPS_AHEAD)
+                if number % run.eval_every == 0 or number == run.steps:
+                    self._evaluate(number, state)
+                signal_number, late = self._asked(number)
+                last = bool(signal_number) or number == run.steps
+                regular = every and number % every == 0
+                if last or late or regular or self._due:
+                    self._save(state, last=last)
+                if signal_number and number < run.steps:
+                    self._store.wait()
+                    saved = (self._store.steps() or [0])[-1]
+                    name = signal.Signals(signal_number).name
+                    where = f"step {saved} of {self._plan.name}"
+                    said = f"{name}: saved at {where}; --resume goes on from there"
+                    raise Interrupted(signal_number, said)
+        return state
+
+    def _read(self, keep: int) -> None:
+        """Report finished steps, but let the last `keep` run on."""
+        while len(self._unread) > keep:
+            number, metrics = self._unread.popleft()
+            values = {k: float(v) for k, v in metrics._asdict().items()}
+            in_a_row = int(values.pop("skipped_in_a_row"))
+            skipped = int(values.pop("skipped"))
+            self._first_bad = number - in_a_row + 1 if in_a_row else 0
+            now = self._trained + time.perf_counter() - self._since
+            before, since = self._mark
+            speed = (number - before) * self._tokens / max(now - since, 1e-9)
+            if number == 1 or number % self._run.log_every == 0:
+                self._mark = (number, now)
+            numbers: dict[str, Any] = values | {
+                "tokens": number * self._tokens,
+                "seconds": now,
+                "tokens_per_second": speed,
+                "mfu": self._peak and speed * self._flops / self._peak,
+                "memory_gib": peak_memory(),
+                "skipped": skipped,
+            }
+            self._report.train_step(self._plan.name, number, numbers)
+            if skipped > self._skipped:
+                self._skipped = skipped
+                self._tell_skipped(number, values, in_a_row)
+
+    def _tell_skipped(self, number: int, values: dict[str, float], n: int) -> None:
+        name = self._plan.name
+        parts = ("loss", "grad_norm", "update_norm")
+        said = ", ".join(f"{part.replace('_', ' ')} {values[part]:g}" for part in parts)
+        self._report.say(f"{name}: step {number} skipped, it is not finite ({said})")
+        self._report.record(
+            "skipped", optimizer=name, step=number, in_a_row=n, reason=said
+        )
+        if n >= self._run.max_bad_steps:
+            raise TrainingStopped(
+                f"{name}: {n} steps in a row were not finite, the first of them step "
+                f"{self._first_bad} ({said}); {self._keep_good()}; try a lower "
+                "--learning-rate"
+            )
+
+    def _evaluate(self, number: int, state: steps.TrainState) -> None:
+        self._read(keep=0)
+        name, params = self._plan.name, state.params if state.ema is None else state.ema
+        with self._paused():
+            self._val_loss, self._bits = self._setup.evaluate(params)
+            self._evaluated = number
+            numbers = {
+                "tokens": number * self._tokens,
+                "seconds": self._trained,
+                "loss": self._val_loss,
+                "perplexity": perplexity(self._val_loss),
+                "bits_per_byte": self._bits,
+            }
+            self._report.evaluation(name, number, numbers)
+            self._look(number, params)
+        if not math.isfinite(self._val_loss):
+            raise TrainingStopped(
+                f"{name}: the validation loss became {self._val_loss} at step "
+                f"{number}; try a lower --learning-rate"
+            )
+        best = self._store.best_loss()
+        if self._save_options.keep_best and self._val_loss < best:
+            self._save(state, last=False)
+
+    def _look(self, number: int, params: Any) -> None:
+        """A sample and the scores of tasks, where they are asked for."""
+        run, data, name = self._run, self._setup.data, self._plan.name
+        config = self._setup.config.model
+        if run.sample_prompt is None and run.task_data is None:
+            return
+        # Without the places that training gives to experts, which drop tokens.
+        model = Model.of(config, data.tokenizer, params)
+        if run.sample_prompt is not None:
+            text = sample.continue_text(model, run.sample_prompt, max_tokens=60)
+            self._report.record("sample", optimizer=name, step=number, text=text)
+            self._report.say(f"{name:>8} step {number}: {text!r}")
+        if run.task_data is not None:
+            for task, _, found in evaluate.evaluate_tasks(
+                model, Path(run.task_data), limit=run.task_limit
+            ):
+                shown = evaluate.describe(found)
+                self._report.say(f"{name:>8} step {number}: {task}  {shown}")
+                self._report.record(
+                    "task", optimizer=name, step=number, task=task, **found
+                )
+
+    def _sound(self, state: steps.TrainState) -> bool:
+        """Whether training can go on from a state: after bad steps it may be ruined."""
+        finite = checkpoint.all_finite((state.params, state.opt_state))
+        return bool(finite) and math.isfinite(self._setup.evaluate(state.params)[0])
+
+    def _keep_good(self) -> str:
+        """Save the newest state if it is good; where to go back to."""
+        if self._sound(self._newest):  # steps that were skipped have left it as it was
+            self._store.save(self._newest)
+            self._store.wait()
+        kept = self._store.steps()
+        return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
+
+    def _save(self, state: steps.TrainState, *, last: bool) -> None:
+        """Begin a checkpoint, after all records up to its step are on disk.
+
+        After bad steps it waits for a good one: the state may be what makes them bad,
+        and must not replace others.
+        """
+        self._read(keep=0)
+        with self._paused():
+            self._due = bool(self._first_bad) and not (last and self._sound(state))
+            if not self._due:
+                known = self._evaluated == int(state.step)
+                self._report.sync()
+                self._store.save(state, self._val_loss if known else None)
+                self._saved_at = time.perf_counter()
+
+    def _asked(self, number: int) -> tuple[int, bool]:
+        """A signal that came, and whether it is time to save: for all processes."""
+        minutes = self._save_options.save_minutes
+        late = time.perf_counter() - self._saved_at > 60 * minutes
+        asked = self._received(), bool(minutes) and late
+        if jax.process_count() == 1:
+            return asked
+        if number % self._run.log_every:  # agreeing takes a moment
+            return 0, False
+        both = multihost_utils.process_allgather(np.asarray(asked, np.int32))
+        number, late = both.max(axis=0)
+        return int(number), bool(late)
