@@ -33,7 +33,7 @@ from examples.step import TrainState, abstract_opt_state, abstract_params
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
-_PARTS = ("params", "opt_state", "ema")
+_PARTS = ("params", "opt_state")
 _COUNTERS = ("step", "skipped", "skipped_in_a_row")
 
 
@@ -96,19 +96,18 @@ def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
     Raises:
       Exception: of many kinds, whatever is damaged; `ValueError` if its numbers are.
     """
-    leaf = jax.tree.leaves(parts)[0]
-    whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-    names = [*_COUNTERS, *(f"{part}_digest" for part in _PARTS)]
+    mesh = jax.tree.leaves(parts)[0].sharding.mesh
+    whole = NamedSharding(mesh, PartitionSpec())
     count = jax.ShapeDtypeStruct((), jnp.uint32, sharding=whole)
+    names = [*_COUNTERS, *(f"{part}_digest" for part in _PARTS)]
     with _quiet():
         abstract = parts | {"counters": dict.fromkeys(names, count)}
         found = manager.load_checkpointables(step, abstract)
-    counters = found["counters"]
     for part in parts:
-        if int(digest(found[part])) != int(counters[f"{part}_digest"]):
+        if int(digest(found[part])) != int(found["counters"][f"{part}_digest"]):
             raise ValueError("its numbers are not those that were saved")
-        if part != "opt_state" and not bool(all_finite(found[part])):
-            raise ValueError("its parameters are not finite numbers")
+    if not bool(all_finite(found["params"])):
+        raise ValueError("its parameters are not finite numbers")
     return found
 
 
@@ -162,10 +161,9 @@ class Store:
         step = int(state.step)
         if step in self.steps():
             return
-        content = state._asdict()
-        counters = {name: content.pop(name).astype(jnp.uint32) for name in _COUNTERS}
-        counters |= {f"{part}_digest": digest(content[part]) for part in _PARTS}
-        parts = {k: v for k, v in content.items() if v is not None}
+        counters = {n: getattr(state, n).astype(jnp.uint32) for n in _COUNTERS}
+        parts = {name: getattr(state, name) for name in _PARTS}
+        counters |= {f"{name}_digest": digest(part) for name, part in parts.items()}
         metrics: Any = None if val_loss is None else {"val_loss": val_loss}
         try:
             written = self._manager.save_checkpointables_async(
@@ -201,7 +199,7 @@ class Store:
         are moved to a folder `damaged` beside this one.
         """
         bad: list[tuple[int, str]] = []
-        parts = {k: v for k, v in abstract._asdict().items() if k in _PARTS and v}
+        parts = {name: getattr(abstract, name) for name in _PARTS}
         for step in reversed(self.steps()):
             try:
                 found = _read(self._manager, step, parts)
@@ -209,10 +207,8 @@ class Store:
                 bad.append((step, _reason(error)))
                 continue
             self._set_aside([number for number, _ in bad])
-            counters = found.pop("counters")
-            counts = {name: counters[name].astype(jnp.int32) for name in _COUNTERS}
-            content: dict[str, Any] = {"ema": None} | found | counts
-            state = TrainState(**content)
+            counts = (found["counters"][name].astype(jnp.int32) for name in _COUNTERS)
+            state = TrainState(found["params"], found["opt_state"], *counts)
             return state, [f"checkpoint of step {n} skipped: {why}" for n, why in bad]
         if bad:
             step, why = bad[0]
@@ -237,18 +233,6 @@ class Store:
             self._manager.reload()
 
 
-def _place(folder: Path, config: Config, optimizer: str | None) -> Path:
-    """The folder of the checkpoints of one of a run's optimizers."""
-    names = [plan.name for plan in optim.plans(config.optim, config.run.steps)]
-    if optimizer is None and len(names) == 1:
-        (optimizer,) = names
-    said = "name one of its optimizers" if optimizer is None else f"no {optimizer}"
-    check(optimizer in names, f"{folder}: {said} (it has {', '.join(names)})")
-    place = (folder / CHECKPOINT_FOLDER / str(optimizer)).resolve()
-    check(place.is_dir(), f"{place}: no such folder; the run has no checkpoint yet")
-    return place
-
-
 def load_params(
     run_folder: str | Path,
     optimizer: str | None = None,
@@ -268,8 +252,7 @@ def load_params(
       transform: the optimizer, to load its state as well.
 
     Returns:
-      The parameters (the averaged ones if the run has --ema), the configuration, and
-      the optimizer's state or None.
+      The parameters, the configuration, and the optimizer's state or None.
 
     Raises:
       UserError: there is no such checkpoint, it cannot be read, its numbers are not
@@ -277,37 +260,46 @@ def load_params(
     """
     folder = Path(run_folder)
     config = stored_config(folder)
-    place = _place(folder, config, optimizer)
+    names = [plan.name for plan in optim.plans(config.optim, config.run.steps)]
+    if optimizer is None and len(names) == 1:
+        (optimizer,) = names
+    said = "name one of its optimizers" if optimizer is None else f"no {optimizer}"
+    check(optimizer in names, f"{folder}: {said} (it has {', '.join(names)})")
+    place = (folder / CHECKPOINT_FOLDER / str(optimizer)).resolve()
+    check(place.is_dir(), f"{place}: no such folder; the run has no checkpoint yet")
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     _, init = make_model(config.model, stored_settings(folder)["vocab_size"])
-    name = "params" if config.run.ema is None or transform is not None else "ema"
-    parts = {name: abstract_params(init, mesh)}
+    parts = {"params": abstract_params(init, mesh)}
     if transform is not None:
-        parts["opt_state"] = abstract_opt_state(transform, parts[name], mesh)
+        opt_state = abstract_opt_state(transform, parts["params"], mesh)
+        parts["opt_state"] = opt_state
     with ocp.training.Checkpointer(str(place)) as manager:
-        losses = {c.step: c.metrics for c in manager.checkpoints}
+        known: dict[int, Any] = {c.step: c.metrics for c in manager.checkpoints}
+        losses = {n: m["val_loss"] for n, m in known.items() if m}
         if step == "best":
-            known = {n: m["val_loss"] for n, m in losses.items() if m}
-            check(bool(known), f"{place}: no checkpoint with a validation loss")
-            step = min(known, key=lambda n: known[n])
-        steps, wanted = [*losses], None if step is None else int(step)
+            check(bool(losses), f"{place}: no checkpoint with a validation loss")
+            step = min(losses, key=lambda n: losses[n])
+        chosen = max(known, default=None) if step is None else int(step)
         which = f"of step {step} " if step is not None else ""
-        there = bool(steps) and (wanted is None or wanted in steps)
-        check(there, f"{place}: no checkpoint {which}(there: {steps or 'none'})")
-        chosen = steps[-1] if wanted is None else wanted
-        try:
-            found = _read(manager, chosen, parts)
-            return found[name], config, found.get("opt_state")
-        except Exception as error:  # whatever is damaged raises its own kind
-            others = [n for n in reversed(steps) if n != chosen]
-            readable = (n for n in others if _can_read(manager, n, parts))
-            other = next(readable, None)
-            remedy = "no other can be read: put back a copy of one, or train again"
-            remedy = remedy if other is None else f"--step {other} can be read"
-            raise UserError(
-                f"{place}: the checkpoint of step {chosen} is unreadable "
-                f"({_reason(error)}); {remedy}"
-            ) from None
+        said = f"no checkpoint {which}(there: {sorted(known) or 'none'})"
+        check(chosen in known, f"{place}: {said}")
+        others = sorted(known.keys() - {chosen}, reverse=True)
+        reason, remedy = (
+            "",
+            "no other can be read: put back a copy of one, or train again",
+        )
+        for number in (chosen, *others):
+            try:
+                found = _read(manager, number or 0, parts)
+            except Exception as error:  # whatever is damaged raises its own kind
+                reason = reason or _reason(error)
+                continue
+            if number == chosen:
+                return found["params"], config, found.get("opt_state")
+            remedy = f"--step {number} can be read"
+            break
+    said = f"the checkpoint of step {chosen} is unreadable ({reason}); {remedy}"
+    raise UserError(f"{place}: {said}")
 
 
 def load_initial(
@@ -317,20 +309,11 @@ def load_initial(
 
     `params` are the shapes of this run's parameters and where they live.
     """
+    old = optim.plans(stored_config(Path(run_folder)).optim, steps=1)
+    name = optimizer if len(old) > 1 or transform is not None else None
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    old = stored_config(Path(run_folder)).optim
-    several = len(optim.plans(old, 1)) > 1 or transform is not None
-    name = optimizer if several else None
     found, _, opt_state = load_params(run_folder, name, mesh=mesh, transform=transform)
     shapes = [jax.tree.map(lambda x: x.shape, tree) for tree in (params, found)]
     said = "its parameters are not of the shapes of this run's model and vocabulary"
     check(shapes[0] == shapes[1], f"--init-from {run_folder}: {said}")
     return found, opt_state
-
-
-def _can_read(manager: Any, step: int, parts: dict[str, Any]) -> bool:
-    try:
-        _read(manager, step, parts)
-    except Exception:  # whatever is damaged raises its own kind
-        return False
-    return True

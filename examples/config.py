@@ -127,9 +127,8 @@ class DataConfig(Options):
 
     data: tuple[str, ...] = option(
         (),
-        "text files or folders (.txt, .jsonl, also with .xz or .gz), or one folder of "
-        "token shards (examples.prepare), which brings its own tokenizer and "
-        "validation text; without it, the Python sources installed on this machine",
+        "text files or folders (.txt, .jsonl, also with .xz or .gz), or a folder of "
+        "token shards (examples.prepare); without it, Python sources installed here",
     )
     tokenizer: str = option(
         "bytes", "'bytes', 'bpe' (trained on the spot) or the path of a tokenizer.json"
@@ -148,8 +147,7 @@ class OptimConfig(Options):
     """Optimizers to compare; None stands for the optimizer's own default."""
 
     optimizer: str = option(
-        "adamw,muon,muon2,muon2_f",
-        "names joined by commas, or 'all' for every known optimizer",
+        "adamw,muon,muon2,muon2_f", "names joined by commas, or 'all' that there are"
     )
     learning_rate: float | None = option(None, "peak rate of every optimizer", "(0, ]")
     adam_learning_rate: float | None = option(
@@ -197,37 +195,22 @@ class RunConfig(Options):
     batch_size: int = option(16, "sequences per step, over all devices", "[1, ]")
     accumulate: int = option(1, "micro-batches that a step is cut into", "[1, ]")
     mesh: str = option(
-        "",
-        "devices, as in fsdp=8,tensor=2 (axes: data, fsdp, expert, tensor; -1: rest; "
-        "default: all, as data)",
+        "", "as in fsdp=8,tensor=-1; also data, expert (default: all devices as data)"
     )
     distributed: bool = option(False, "one process of several: join the others first")
     z_loss: float = option(0.0, "weight of the z-loss of the logits", "[0, ]")
-    loss_chunks: int = option(
-        0, "parts that the logits are computed in (0: as many as memory asks)", "[0, ]"
-    )
-    ema: float | None = option(None, "decay of averaged, evaluated weights", "[0, 1)")
+    loss_chunks: int = option(0, "parts of the logits (0: as memory asks)", "[0, ]")
     max_bad_steps: int = option(10, "stop at so many bad steps in a row", "[1, ]")
     eval_every: int = option(50, "steps between validations", "[1, ]")
-    eval_tokens: int = option(
-        32_768, "validation tokens, spread over the text (0: all)", "[0, 1e18]"
-    )
+    eval_tokens: int = option(32_768, "validation tokens (0: all)", "[0, 1e18]")
     sample_prompt: str | None = option(None, "continue this text at every validation")
-    task_data: str | None = option(
-        None, "score the tasks of this folder at every validation (examples.evaluate)"
-    )
+    task_data: str | None = option(None, "score its tasks at every validation")
     task_limit: int = option(50, "questions of each task in that score", "[1, ]")
     log_every: int = option(5, "steps between training records", "[1, ]")
     seed: int = option(0, "seed of the first weights and of the data order", "[0, ]")
-    init_from: str | None = option(
-        None, "begin with the weights of this run's folder or .safetensors file"
-    )
-    init_optimizer: bool = option(
-        False, "with --init-from RUN: take over its optimizer's state as well"
-    )
+    init_from: str | None = option(None, "begin with the weights of this run")
+    init_optimizer: bool = option(False, "and with the state of its optimizer")
     deterministic: bool = option(False, "only repeatable operations on GPUs (slower)")
-    tensorboard: bool = option(False, "also write TensorBoard files (tensorboardX)")
-    wandb: bool = option(False, "also report to Weights & Biases (wandb)")
     out: str | None = option(
         None, "output folder (default: a new folder under runs/ named by the options)"
     )
@@ -251,13 +234,10 @@ class SaveConfig(Options):
     save_every: int = option(0, "steps between checkpoints (0: by time)", "[0, ]")
     save_minutes: float = option(10.0, "minutes between them (0: by steps)", "[0, ]")
     keep: int = option(2, "checkpoints to keep, the newest ones", "[1, ]")
-    keep_best: bool = option(
-        False, "save at every new lowest validation loss, and keep that one as well"
-    )
+    keep_best: bool = option(False, "and that of the lowest validation loss")
     resume: Literal["no", "yes", "auto"] = option(
         "no",
-        "go on with the run in --out (auto: start it if there is none); its options "
-        "need not be repeated",
+        "go on with the run in --out (auto: start it if there is none)",
         bare="yes",
     )
 
@@ -272,28 +252,25 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     save: SaveConfig = dataclasses.field(default_factory=SaveConfig)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain nested dictionaries, ready for JSON."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Config":
-        """The inverse of `as_dict`; options that are new since then get defaults."""
+        """From what `dataclasses.asdict` gives; new options get their defaults."""
         sections: dict[str, Any] = {}
         for name, section in SECTIONS.items():
-            stored = content.get(name, {})
-            check(isinstance(stored, Mapping), f"{name!r} must hold options")
-            sections[name] = section.from_mapping(stored)
+            known = {field.name for field in dataclasses.fields(section)}
+            stored = {k: v for k, v in content[name].items() if k in known}
+            stored = {k: tuple(v) if k == "data" else v for k, v in stored.items()}
+            sections[name] = section(**stored)
         return cls(**sections)
 
     def flat(self) -> dict[str, Any]:
         """Every option by its field name, which no two sections share."""
-        return {k: v for part in self.as_dict().values() for k, v in part.items()}
+        parts = dataclasses.asdict(self).values()
+        return {key: value for part in parts for key, value in part.items()}
 
     def fingerprint(self) -> str:
         """Eight hex digits that name these options; the output folder is left out."""
-        content = self.as_dict()
-        del content["run"]["out"], content["save"]["resume"]
+        content = {k: v for k, v in self.flat().items() if k not in ("out", "resume")}
         text = json.dumps(content, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -307,17 +284,12 @@ SECTIONS: dict[str, type[Options]] = {
 def parse(
     argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Config:
-    """Read the command line; raises `UserError` with one line for a bad option.
-
-    Args:
-      argv: its words; None: those of this process.
-      defaults: values by field that take the place of the declared defaults.
-    """
+    """Read the command line; `UserError`, of one line, for a bad option."""
     sections = options.parse(
         SECTIONS,
         argv,
-        prog="python -m examples.pretrain",
-        description="Train a language model on real text and compare optimizers.",
-        defaults=defaults,
+        "python -m examples.pretrain",
+        "Train a language model on real text and compare optimizers.",
+        defaults,
     )
     return Config(**sections)

@@ -4,11 +4,12 @@ import contextlib
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from examples.options import UserError
+from examples.options import UserError, check
 
 Record = dict[str, Any]
 _CURVE = ("optimizer", "step", "tokens", "seconds", "loss")
@@ -57,20 +58,28 @@ def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
     return sha.hexdigest()
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write an object as JSON, atomically."""
-    write_atomically(path, [(json.dumps(content, indent=1) + "\n").encode()])
+def _checksum(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
-def _parse(line: bytes) -> Record:
-    """One record; `ValueError` if the line is none."""
-    record = json.loads(line.decode())
-    if not isinstance(record, dict):
-        raise ValueError("no record")
-    for key in ("kind", *_NEEDED.get(record.get("kind", ""), ())):
-        if key not in record:
-            raise ValueError(f"no {key!r} in it")
-    return record
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as JSON, atomically, with a checksum."""
+    text = json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
+    write_atomically(path, [text.encode()])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote, to the last digit; anything else is a `UserError`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        same = content.pop("checksum", "") == _checksum(content)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: damaged ({error}); put back a copy of it") from None
+    said = "altered or damaged (its checksum is another); put back a copy of it"
+    check(same, f"{path}: {said}")
+    return content
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -82,11 +91,14 @@ def read_metrics(path: Path) -> list[Record]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_parse(line))
-        except (ValueError, TypeError) as error:
-            mend = "put back a copy of the file, or remove the line"
-            said = f"{path}: line {number} is damaged ({error}); {mend}"
-            raise UserError(said) from None
+            record = json.loads(line.decode())
+            missing = [k for k in _NEEDED.get(record["kind"], ()) if k not in record]
+            if missing:
+                raise ValueError(f"no {missing[0]!r} in it")
+        except (ValueError, TypeError, KeyError) as error:
+            said = f"{path}: line {number} is damaged ({error}); put back a copy"
+            raise UserError(f"{said} of the file, or remove the line") from None
+        records.append(record)
     return records
 
 

@@ -17,7 +17,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from examples.options import UserError
+from examples.options import UserError, check
 
 # XLA's flag for imagined CPU devices.
 CPU_COUNT = "--xla_force_host_platform_device_count"
@@ -44,18 +44,14 @@ def parse(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = part.partition("=")
-        if name not in AXES:
-            raise UserError(f"--mesh: no axis {name!r} (known: {', '.join(AXES)})")
-        if name in sizes:
-            raise UserError(f"--mesh: axis {name} is given twice")
-        try:
-            sizes[name] = int(number)
-        except ValueError:
-            raise UserError(f"--mesh: want {name}=NUMBER, got {part!r}") from None
-        if sizes[name] < 1 and sizes[name] != -1:
-            raise UserError(f"--mesh: {name} must be at least 1, or -1 for the rest")
-    if list(sizes.values()).count(-1) > 1:
-        raise UserError("--mesh: only one axis can be -1")
+        check(name in AXES, f"--mesh: no axis {name!r} (known: {', '.join(AXES)})")
+        check(name not in sizes, f"--mesh: axis {name} is given twice")
+        whole = number.removeprefix("-").isdecimal()
+        check(whole, f"--mesh: want {name}=NUMBER, got {part!r}")
+        sizes[name] = int(number)
+        positive = sizes[name] >= 1 or sizes[name] == -1
+        check(positive, f"--mesh: {name} must be at least 1, or -1 for the rest")
+    check([*sizes.values()].count(-1) <= 1, "--mesh: only one axis can be -1")
     return sizes
 
 

@@ -32,6 +32,7 @@ _OVERRIDES = (
     *("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov"),
     *("shape_scale", "mu_dtype"),
 )
+_DECAYS = ("weight_decay", "adam_weight_decay")
 _UNDECAYED = re.compile(r"norm|scale|bias")
 
 
@@ -58,17 +59,16 @@ def adamw(
     """The AdamW baseline; `weight_decay` acts on the same matrices as in Muon."""
     labels = (rules or m2.MatrixRules()).labels
 
-    def matrices(params: optax.Params) -> Any:
-        return jax.tree.map(lambda label: label == "matrix", labels(params))
+    def mask(wanted: str, params: optax.Params) -> Any:
+        def chosen(may: bool, label: str) -> bool:
+            return label == wanted and (may or label == "matrix")
 
-    def others(params: optax.Params) -> Any:
-        pair = decayed(params), matrices(params)
-        return jax.tree.map(lambda may, matrix: may and not matrix, *pair)
+        return jax.tree.map(chosen, decayed(params), labels(params))
 
     return optax.chain(
         optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
-        optax.add_decayed_weights(weight_decay, matrices),
-        optax.add_decayed_weights(adam_weight_decay, others),
+        optax.add_decayed_weights(weight_decay, partial(mask, "matrix")),
+        optax.add_decayed_weights(adam_weight_decay, partial(mask, "adam")),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -132,21 +132,10 @@ def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> 
     parameters = inspect.signature(factory).parameters
     peak = config.learning_rate or LEARNING_RATES.get(name, FALLBACK_LEARNING_RATE)
     shaped = partial(schedule, steps=steps, config=config)
-    chosen = {key: getattr(config, key) for key in _OVERRIDES}
-    chosen |= given | {
-        "weight_decay": config.weight_decay,
-        "adam_weight_decay": config.adam_weight_decay,
-        "weight_decay_mask": decayed,
-    }
-    adam_peak = None
-    if "adam_learning_rate" in parameters:
-        adam_peak = config.adam_learning_rate or ADAM_LEARNING_RATE
-        chosen |= {
-            "adam_learning_rate": shaped(adam_peak),
-            "adam_b1": ADAM_B1,
-            "adam_b2": ADAM_B2,
-            "adam_eps": ADAM_EPS,
-        }
+    adam_peak = config.adam_learning_rate or ADAM_LEARNING_RATE
+    chosen = {key: getattr(config, key) for key in (*_OVERRIDES, *_DECAYS)} | given
+    chosen |= {"weight_decay_mask": decayed, "adam_learning_rate": shaped(adam_peak)}
+    chosen |= {"adam_b1": ADAM_B1, "adam_b2": ADAM_B2, "adam_eps": ADAM_EPS}
     keywords: dict[str, Any] = {
         key: value
         for key, value in chosen.items()
@@ -165,7 +154,7 @@ def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> 
     return Plan(
         name=name,
         learning_rate=peak,
-        adam_learning_rate=adam_peak,
+        adam_learning_rate=adam_peak if "adam_learning_rate" in parameters else None,
         ns_steps=used("ns_steps") or NS_STEPS.get(name),
         nesterov=used("nesterov"),
         transform=optax.chain(clip, optimizer),
@@ -180,13 +169,10 @@ def plans(
     rules: m2.MatrixRules | None = None,
     shardings: m2.Shardings | None = None,
 ) -> list[Plan]:
-    """The optimizers to compare, in the order of the option.
+    """The optimizers to compare, in the order of the option, for so many steps.
 
-    Args:
-      config: their options.
-      steps: length of the run, for the schedules.
-      rules: which parameters are matrices.
-      shardings: where parameters live, for the optimizers that divide their work.
+    `rules` say which parameters are matrices, `shardings` where parameters live, for
+    the optimizers that divide their work.
     """
     given = {"rules": rules, "shardings": shardings}
     return [_plan(name, config, steps, given) for name in _select(config)]

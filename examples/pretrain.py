@@ -12,9 +12,9 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from examples import options, runs
 from examples.config import Config
@@ -23,6 +23,12 @@ from examples.options import UserError
 if TYPE_CHECKING:
     from examples.report import Report, Result
     from examples.setup import Setup
+
+
+class OutOfMemory(UserError):
+    """A device cannot hold what a step needs."""
+
+    code = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,23 +98,19 @@ def _settle_devices(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def _advice_for_full_memory() -> Any:
+def _advice_for_full_memory() -> Generator[None]:
     import jax
 
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(
-            error
-        ):
-            raise
-        said = str(error).strip().split("\n")[0][:200]
-        full = UserError(
-            f"out of memory ({said}): try a smaller --batch-size, --accumulate 2 or "
-            "more, --remat full, or a --mesh of more devices"
-        )
-        full.code = 1
-        raise full from None
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            said = str(error).strip().split("\n")[0][:200]
+            raise OutOfMemory(
+                f"out of memory ({said}): try a smaller --batch-size, --accumulate 2 "
+                "or more, --remat full, or a --mesh of more devices"
+            ) from None
+        raise
 
 
 def _earlier_results(config: Config, folder: Path) -> "dict[str, Result]":
@@ -137,41 +139,34 @@ def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
     from examples.mesh import environment
     from examples.models import matrix_rules, sizes
 
-    config, data = setup.config, setup.data
-    text, run, model = data.about, config.run, config.model
-    counts = sizes(model, setup.params)
+    config, data, text = setup.config, setup.data, setup.data.about
+    run, model, counts = config.run, config.model, sizes(config.model, setup.params)
     some = f" ({counts.active:,} active)" if counts.active < counts.parameters else ""
     tokens = run.steps * run.batch_size * model.seq_len
     epochs = tokens / (data.train.windows * model.seq_len)
-    machine = environment()
-    parts = [
-        f"  {name} {text[part]['documents']:,} documents, {text[part]['bytes']:,} "
-        f"bytes, {text[part]['tokens']:,} tokens"
-        for name, part in (("train", "train"), ("validation", "val"))
-    ]
     mesh = ", ".join(f"{name}={size}" for name, size in setup.mesh.shape.items())
+    report.say(f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}")
+    for name in ("train", "val"):
+        report.say(
+            f"  {name} " + ", ".join(f"{n:,} {k}" for k, n in text[name].items())
+        )
     report.say(
-        f"text: {text['source']}; hash {text['digest']}",
-        f"{parts[0]} ({data.tokenizer.name})",
-        f"{parts[1]}; {data.val.tokens:,} of them are used",
         *(f"  {note}" for note in text["notes"]),
         f"model: {model.model}, {counts.parameters:,} parameters{some}, {model.dtype}, "
         f"vocabulary {data.tokenizer.vocab_size:,}",
-        f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = "
-        f"{tokens:,} tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}",
-        "machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()),
+        f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = {tokens:,} "
+        f"tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}; validation "
+        f"on {data.val.tokens:,} tokens",
+        "machine: " + ", ".join(f"{k} {v}" for k, v in environment().items()),
         f"mesh: {mesh}, on {setup.mesh.size} of {jax.device_count()} devices",
         *changes,
     )
     if config.optim.warmup_steps >= run.steps:
-        report.say(
-            f"note: the warm-up, {config.optim.warmup_steps} steps, is no shorter than "
-            "the run: the peak learning rate is never reached"
-        )
+        report.say("note: the warm-up is no shorter than the run (--warmup-steps)")
     report.record(
         "run",
-        config=config.as_dict(),
-        environment=machine,
+        config=dataclasses.asdict(config),
+        environment=environment(),
         parameters=counts.parameters,
         text=text,
         changes=list(changes),

@@ -1,15 +1,15 @@
 """The folder of a run: who may write into it, and what it was begun with."""
 
 import contextlib
+import dataclasses
 import fcntl
-import json
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples import config as configs
 from examples.config import Config
-from examples.files import WriteFailed, write_json
+from examples.files import WriteFailed, read_json, write_json
 from examples.options import UserError, check
 
 SETTINGS_FILE = "config.json"
@@ -20,7 +20,7 @@ CHECKPOINT_FOLDER = "checkpoints"
 # what is computed, except that more steps make the schedule longer.
 _FREE = frozenset(
     "steps accumulate mesh distributed loss_chunks max_bad_steps eval_every log_every "
-    "sample_prompt task_data task_limit tensorboard wandb out data remat attention "
+    "sample_prompt task_data task_limit out data remat attention "
     "save_every save_minutes keep keep_best resume".split()
 )
 
@@ -33,29 +33,17 @@ def holds_run(folder: Path) -> bool:
 
 def stored_settings(folder: Path) -> dict[str, Any]:
     """What `config.json` of a run says; `UserError` if it cannot be read."""
-    path = folder / SETTINGS_FILE
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (folder / SETTINGS_FILE).exists():
         said = "no run there"
         if holds_run(folder):
             said = "holds a run that has lost its options; put back a copy of the file"
-        raise UserError(f"{folder}: {said} (no {SETTINGS_FILE})") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: unreadable ({error})") from None
-    for key, kind in {"config": dict, "vocab_size": int, "text": str}.items():
-        known = isinstance(found, dict) and isinstance(found.get(key), kind)
-        check(known, f"{path}: damaged (no {key!r}); put back a copy of it")
-    return found
+        raise UserError(f"{folder}: {said} (no {SETTINGS_FILE})")
+    return read_json(folder / SETTINGS_FILE)
 
 
 def stored_config(folder: Path) -> Config:
     """The options that a run was begun with; `UserError` if they cannot be read."""
-    content = stored_settings(folder)["config"]
-    try:
-        return Config.from_dict(content)
-    except UserError as error:
-        raise UserError(f"{folder / SETTINGS_FILE}: damaged ({error})") from None
+    return Config.from_dict(stored_settings(folder)["config"])
 
 
 def check_unchanged(old: Config, new: Config, where: str) -> None:
@@ -154,6 +142,6 @@ def store_settings(
         if old.mesh != config.run.mesh:
             changes.append(f"changed: --mesh was {old.mesh or 'all devices'}")
     if write:
-        content = {"config": config.as_dict(), "vocab_size": vocab_size, "text": digest}
-        write_json(path, content)
+        content = {"config": dataclasses.asdict(config), "vocab_size": vocab_size}
+        write_json(path, content | {"text": digest})
     return changes

@@ -30,25 +30,31 @@ class Setup:
     graphdef: Any
     init: Callable[[jax.Array], Any]
     params: Any  # shapes and shardings
-    chunks: int
     eval_step: Callable[[Any, Any, Any], jax.Array]
-    val: list[tuple[jax.Array, jax.Array]]
 
     def plans(self) -> list[optim.Plan]:
         """The optimizers to compare, for this model on this mesh."""
-        config, mesh = self.config, self.mesh
-        return optim.plans(
-            config.optim,
-            config.run.steps,
-            rules=matrix_rules(config.model),
-            shardings=m2.Shardings.of(self.params) if mesh.size > 1 else None,
-        )
+        shardings = m2.Shardings.of(self.params) if self.mesh.size > 1 else None
+        rules, run = matrix_rules(self.config.model), self.config.run
+        options = {"rules": rules, "shardings": shardings}
+        return optim.plans(self.config.optim, run.steps, **options)
+
+    def tokens(self) -> jax.ShapeDtypeStruct:
+        """The shape of a batch."""
+        shape = self.config.run.batch_size, self.config.model.seq_len + 1
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.rows)
+
+    def _mine(self) -> slice:
+        """The rows of a global batch that this process feeds."""
+        shape = self.config.run.batch_size, 1
+        places = self.rows.addressable_devices_indices_map(shape).values()
+        spans = [index[0].indices(shape[0]) for index in places if index is not None]
+        return slice(min(span[0] for span in spans), max(span[1] for span in spans))
 
     def batches(self, first: int) -> Iterator[np.ndarray]:
         """The rows that this process feeds to step `first` and those after it."""
-        run = self.config.run
-        rows = local_rows(self.rows, (run.batch_size, 1))
-        return (self.data.train.at(number, rows) for number in range(first, run.steps))
+        mine, steps = self._mine(), range(first, self.config.run.steps)
+        return (self.data.train.at(number, mine) for number in steps)
 
     def place(self, rows: np.ndarray) -> jax.Array:
         """A global batch, of which this process has `rows`."""
@@ -57,54 +63,33 @@ class Setup:
 
     def evaluate(self, params: Any) -> tuple[float, float]:
         """Mean loss per validation token (nats), bits per byte of validation text."""
-        val = self.data.val
-        sums = [self.eval_step(params, tokens, weight) for tokens, weight in self.val]
+        val, mine = self.data.val, self._mine()
+        sums = [
+            self.eval_step(params, self.place(tokens[mine]), self.place(weight[mine]))
+            for tokens, weight in val.batches
+        ]
         total = math.fsum(float(value) for value in sums)
         return total / val.tokens, total / math.log(2) / max(1, val.bytes)
-
-
-def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> slice:
-    """The rows of a global batch that this process feeds."""
-    places = sharding.addressable_devices_indices_map(shape).values()
-    spans = [index[0].indices(shape[0]) for index in places if index is not None]
-    return slice(min(span[0] for span in spans), max(span[1] for span in spans))
 
 
 def prepare(config: Config, data: loader.Dataset) -> Setup:
     """Build and compile what all optimizers share, so that none is charged for it."""
     mesh, run, length = make_mesh(config.run.mesh), config.run, config.model.seq_len
-    rows, vocab_size = batch_sharding(mesh), data.tokenizer.vocab_size
-    size, groups = run.batch_size // run.accumulate, mesh.size
-    groups //= rows.shard_shape((mesh.size, 1))[0]
+    rows = batch_sharding(mesh)
     divides = not run.loss_chunks or length % run.loss_chunks == 0
     check(divides, f"--loss-chunks {run.loss_chunks} does not divide {length} tokens")
-    check(
-        size % groups == 0,
-        f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size} rows "
-        f"cannot be divided over the {groups} parts of --mesh {run.mesh or 'data=-1'}",
-    )
+    groups = mesh.size // rows.shard_shape((mesh.size, 1))[0]
+    size = run.batch_size // run.accumulate
+    parts = f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size}"
+    said = f"rows cannot be divided over the {groups} parts of --mesh"
+    check(size % groups == 0, f"{parts} {said} {run.mesh or 'data=-1'}")
+    vocab_size = data.tokenizer.vocab_size
     with jax.set_mesh(mesh):
         graphdef, init = make_model(config.model, vocab_size)
         params = steps.abstract_params(init, mesh)
-        whole = steps.loss_chunks(config, vocab_size, mesh, parts=1)
-        shape = jax.ShapeDtypeStruct(
-            (run.batch_size, length + 1), np.int32, sharding=rows
-        )
+        chunks = steps.loss_chunks(config, vocab_size, mesh, parts=1)
+        eval_step: Any = steps.make_eval_step(graphdef, chunks)
+        setup = Setup(config, data, mesh, rows, graphdef, init, params, eval_step)
         weight = jax.ShapeDtypeStruct((run.batch_size,), np.float32, sharding=rows)
-        eval_step = steps.make_eval_step(graphdef, whole).lower(params, shape, weight)
-        setup = Setup(
-            config=config,
-            data=data,
-            mesh=mesh,
-            rows=rows,
-            graphdef=graphdef,
-            init=init,
-            params=params,
-            chunks=steps.loss_chunks(config, vocab_size, mesh, run.accumulate),
-            eval_step=eval_step.compile(),
-            val=[],
-        )
-        mine = local_rows(rows, (run.batch_size, 1))
-        for tokens, in_use in data.val.batches:
-            setup.val.append((setup.place(tokens[mine]), setup.place(in_use[mine])))
-    return setup
+        compiled = eval_step.lower(params, setup.tokens(), weight).compile()
+        return dataclasses.replace(setup, eval_step=compiled)

@@ -26,7 +26,6 @@ class TrainState(NamedTuple):
     step: jax.Array  # steps taken, which is also the position in the data
     skipped: jax.Array  # how many of them changed nothing, not being finite
     skipped_in_a_row: jax.Array
-    ema: Any  # averaged parameters; None without --ema
 
 
 class Metrics(NamedTuple):
@@ -73,13 +72,13 @@ def abstract_opt_state(
 
 
 def abstract_state(
-    transform: optax.GradientTransformation, params: Any, mesh: Mesh, *, ema: bool
+    transform: optax.GradientTransformation, params: Any, mesh: Mesh
 ) -> TrainState:
     """The shapes and shardings of a train state; nothing is allocated."""
     whole = NamedSharding(mesh, PartitionSpec())
     count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     opt_state = abstract_opt_state(transform, params, mesh)
-    return TrainState(params, opt_state, count, count, count, params if ema else None)
+    return TrainState(params, opt_state, count, count, count)
 
 
 def initial_state(
@@ -95,8 +94,7 @@ def initial_state(
 
     def create(source: Any) -> TrainState:
         params, zero = make_params(source), jnp.zeros((), jnp.int32)
-        ema = None if abstract.ema is None else jax.tree.map(jnp.copy, params)
-        return TrainState(params, transform.init(params), zero, zero, zero, ema)
+        return TrainState(params, transform.init(params), zero, zero, zero)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(create, out_shardings=shardings)(source)
@@ -161,11 +159,6 @@ def make_train_step(
         )
         return total + balance, (loss, balance)
 
-    def averaged(ema: Any, params: Any, step: jax.Array) -> Any:
-        # The decay grows to its value: early parameters are not worth remembering.
-        decay = jnp.minimum(config.run.ema or 0.0, (1 + step) / (10 + step))
-        return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, params)
-
     def train_step(state: TrainState, tokens_BxM: Any) -> tuple[TrainState, Metrics]:
         (loss, balance), grads = _averaged_gradients(
             loss_fn, state.params, tokens_BxM, config.run.accumulate
@@ -181,16 +174,12 @@ def make_train_step(
         def choose(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
 
-        ema = state.ema
-        if ema is not None:
-            ema = choose(averaged(ema, params, state.step), ema)
         state = TrainState(
             params=choose(params, state.params),
             opt_state=choose(opt_state, state.opt_state),
             step=state.step + 1,
             skipped=state.skipped + ~good,
             skipped_in_a_row=jnp.where(good, 0, state.skipped_in_a_row + 1),
-            ema=ema,
         )
         counts = state.skipped, state.skipped_in_a_row
         return state, Metrics(loss, balance, *norms, jnp.asarray(rate), *counts)

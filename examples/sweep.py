@@ -19,8 +19,7 @@ from typing import Any
 from examples import config as configs
 from examples import options, plot, runs
 from examples.files import read_metrics, write_json
-from examples.options import Interrupted, UserError, check
-from examples.runs import METRICS_FILE
+from examples.options import Interrupted, check
 
 Setting = dict[str, str]
 
@@ -70,21 +69,18 @@ def _run(folder: Path, argv: Sequence[str]) -> int:
 
 
 def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    path = folder / METRICS_FILE
+    path = folder / runs.METRICS_FILE
     records = read_metrics(path) if path.exists() else []
     return [record for record in records if record["kind"] == kind]
 
 
-def _is_done(folder: Path, wanted: configs.Config) -> bool:
+def _is_done(folder: Path, names: set[str], steps: int) -> bool:
     """Whether the run has diverged, or all its results for as many steps."""
-    from examples import optim
-
     stopped = _records(folder, "stopped")
     if stopped and "not finite" in stopped[-1]["reason"]:
         return True
-    names = {plan.name for plan in optim.plans(wanted.optim, wanted.run.steps)}
-    found = _records(folder, "result")
-    return names <= {r["optimizer"] for r in found if r["steps"] >= wanted.run.steps}
+    found = [r for r in _records(folder, "result") if r["steps"] >= steps]
+    return names <= {record["optimizer"] for record in found}
 
 
 def _number(text: str) -> Any:
@@ -107,9 +103,9 @@ def summarize(grid: Mapping[str, Sequence[str]], out: Path) -> dict[str, Any]:
         missing = {"optimizer": setting.get("optimizer", "all"), "val_loss": None}
         for result in _records(out / folder_name(setting), "result") or [missing]:
             name = result["optimizer"]
-            cell = (_number(setting.get(row_key, "")), name + suffix)
-            if row_key == "optimizer":
-                cell = (name, "val loss" + suffix)
+            alone = row_key == "optimizer"
+            row = name if alone else _number(setting[row_key])
+            cell = row, ("val loss" if alone else name) + suffix
             losses.setdefault(cell, []).append(result["val_loss"])
     cells = []
     for (row, column), found in losses.items():
@@ -123,73 +119,58 @@ def summarize(grid: Mapping[str, Sequence[str]], out: Path) -> dict[str, Any]:
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """The table: the best of each column is bold; a run without a result is a dash."""
+    """The table; a run without a result is a dash."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    cells = {(cell["row"], cell["column"]): cell for cell in summary["cells"]}
-    columns = list(dict.fromkeys(column for _, column in cells))
+    texts: dict[Any, dict[str, str]] = {}
+    for cell in summary["cells"]:
+        text = "-" if cell["mean"] is None else f"{cell['mean']:.4f}"
+        text += f" ± {cell['deviation']:.4f}" if cell["deviation"] else ""
+        texts.setdefault(cell["row"], {})[cell["column"]] = text
+    columns = list(dict.fromkeys(cell["column"] for cell in summary["cells"]))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in (summary["varied"], *columns):
         table.add_column(head, justify="right")
-    means = {key: cell["mean"] for key, cell in cells.items() if cell["mean"]}
-    best = {
-        c: min((m for k, m in means.items() if k[1] == c), default=0) for c in columns
-    }
-    for row in dict.fromkeys(row for row, _ in cells):
-        texts = [f"{row:g}" if isinstance(row, float) else str(row)]
-        for column in columns:
-            cell = cells.get((row, column), {"mean": None})
-            text = "-" if cell["mean"] is None else f"{cell['mean']:.4f}"
-            if cell.get("deviation"):
-                text += f" ± {cell['deviation']:.4f}"
-            texts.append(f"[bold]{text}" if cell["mean"] == best[column] else text)
-        table.add_row(*texts)
+    for row, found in texts.items():
+        shown = f"{row:g}" if isinstance(row, float) else str(row)
+        table.add_row(shown, *(found.get(column, "-") for column in columns))
     Console(highlight=False).print(table)
 
 
 def sweep(grid: Mapping[str, Sequence[str]], out: Path, common: Sequence[str]) -> int:
-    """Run every combination that has not finished; returns the exit code."""
+    """Run every combination that has not finished; 1 if some have no result."""
     from examples import optim
 
-    chosen, plans = settings(grid), []
-    for setting in chosen:  # all are checked before any starts
+    planned = []
+    for setting in settings(grid):  # all are checked before any starts
         argv, folder = [*common, *_flags(setting)], out / folder_name(setting)
         wanted = configs.parse(argv)
-        optim.plans(wanted.optim, wanted.run.steps)
+        plans = optim.plans(wanted.optim, wanted.run.steps)
         if runs.holds_run(folder):
-            old = runs.stored_config(folder)
-            runs.check_unchanged(old, wanted, f"--out {folder}")
-            same = old.data.data == wanted.data.data
-            check(same, f"--out {folder}: options differ: --data; choose another --out")
-        plans.append((argv, folder, wanted))
-    failed = False
-    for number, (argv, folder, wanted) in enumerate(plans, 1):
-        print(f"[{number}/{len(chosen)}] {folder.name}", flush=True)
-        code = 0 if _is_done(folder, wanted) else _run(folder, argv)
+            runs.check_unchanged(runs.stored_config(folder), wanted, f"--out {folder}")
+        planned.append((argv, folder, {plan.name for plan in plans}, wanted.run.steps))
+    for number, (argv, folder, names, steps) in enumerate(planned, 1):
+        print(f"[{number}/{len(planned)}] {folder.name}", flush=True)
+        code = 0 if _is_done(folder, names, steps) else _run(folder, argv)
         if code > 2:  # a signal: the run has saved, and so does the sweep
             raise Interrupted(code - 128, "the same command goes on")
-        if code == 2:
-            raise UserError(f"{folder.name}: its options are at fault, see above")
-        failed = failed or not _records(folder, "result")
+        check(code != 2, f"{folder.name}: its options are at fault, see above")
         write_json(out / plot.SWEEP_FILE, summarize(grid, out))
     summary = summarize(grid, out)
     show(summary)
     print(f"summary: {out / plot.SWEEP_FILE}")
     print(f"plot: {plot.plot_sweep(summary, out / 'sweep.png')}")
-    return int(failed)
+    return int(any(cell["mean"] is None for cell in summary["cells"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code (1: some run failed)."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     text = "an option of examples.pretrain and its values (+ joins names in one)"
     parser.add_argument("--set", action="append", default=[], help=text)
     parser.add_argument("--out", default="sweeps/sweep", help="folder of the runs")

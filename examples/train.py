@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import examples.step as steps
-from examples import checkpoint, evaluate, optim, sample, weights
-from examples.data import loader
+from examples import checkpoint, evaluate, optim, sample
+from examples.data.loader import prefetch
 from examples.files import WriteFailed
 from examples.mesh import peak_flops, peak_memory
 from examples.models import sizes
@@ -38,7 +38,7 @@ class TrainingStopped(UserError):
 
 
 @contextlib.contextmanager
-def signals() -> Iterator[Callable[[], int]]:
+def signals() -> Generator[Callable[[], int]]:
     """Remembers a signal that asks the run to end; a second one acts as usual.
 
     A signal that is ignored when the run begins, as `nohup` does with SIGHUP, stays so.
@@ -70,16 +70,17 @@ def train(
     folder: Path,
     received: Callable[[], int],
 ) -> Result:
-    """Train with one optimizer, whose checkpoints are in the run's folder."""
+    """Train with one optimizer, from its newest checkpoint or from the start.
+
+    `received` gives the number of a signal that asks to end, or 0.
+    """
     save, place = setup.config.save, folder / CHECKPOINT_FOLDER / plan.name
     store = checkpoint.Store(place, save.keep, keep_best=save.keep_best)
     with contextlib.closing(store):
-        return Training(setup, plan, report, store, received).result()
+        return _Training(setup, plan, report, store, received).result()
 
 
-class Training:
-    """One optimizer from its newest checkpoint, or from the start, to the last step."""
-
+class _Training:
     def __init__(
         self,
         setup: Setup,
@@ -88,8 +89,8 @@ class Training:
         store: checkpoint.Store,
         received: Callable[[], int],
     ):
-        self._setup, self._plan, self._report = setup, plan, report
-        self._store, self._received = store, received
+        self._setup, self._plan, self._name = setup, plan, plan.name
+        self._report, self._store, self._received = report, store, received
         self._run, self._save_options = setup.config.run, setup.config.save
         self._tokens = self._run.batch_size * setup.config.model.seq_len
         self._flops = sizes(setup.config.model, setup.params).flops_per_token
@@ -102,84 +103,73 @@ class Training:
 
     def result(self) -> Result:
         """Train; the result is that of the last step."""
-        plan = self._plan
-        self._report.begin(plan.name, (self._store.steps() or [0])[-1])
+        plan, run = self._plan, self._run
+        self._report.begin(self._name, (self._store.steps() or [0])[-1])
         abstract, compiled = self._compile()
-        state = self._start(abstract)
+        self._state = self._start(abstract)
         compile_seconds = time.perf_counter() - self._begin
-        first = int(state.step)
-        self._since = time.perf_counter()
+        first, self._since = int(self._state.step), time.perf_counter()
         try:
-            state = self._steps(state, compiled)
+            self._steps(compiled, first)
         except (WriteFailed, checkpoint.CheckpointFailed):
             raise  # a checkpoint must not be newer than the records
         except UserError:  # steps that are not finite, or damaged data
             self._keep_good()
             raise
-        if first == self._run.steps:
-            self._evaluate(first, state)
+        if first == run.steps:
+            self._evaluate(first)
         self._store.wait()
         result = Result(
-            optimizer=plan.name,
+            optimizer=self._name,
             ns_steps=plan.ns_steps,
             nesterov=plan.nesterov,
             learning_rate=plan.learning_rate,
             adam_learning_rate=plan.adam_learning_rate,
-            steps=self._run.steps,
-            skipped=int(state.skipped),
+            steps=run.steps,
+            skipped=int(self._state.skipped),
             val_loss=self._val_loss,
             perplexity=perplexity(self._val_loss),
             bits_per_byte=self._bits,
-            tokens_per_second=self._run.steps * self._tokens / max(self._trained, 1e-9),
+            tokens_per_second=run.steps * self._tokens / max(self._trained, 1e-9),
             seconds=time.perf_counter() - self._begin,
             compile_seconds=compile_seconds,
-            digest=f"{int(checkpoint.digest(state)):08x}",
+            digest=f"{int(checkpoint.digest(self._state)):08x}",
         )
         self._report.record("result", **dataclasses.asdict(result))
         return result
 
-    def _compile(self) -> tuple[steps.TrainState, Callable[..., Any]]:
+    def _compile(self) -> tuple[steps.TrainState, Any]:
         """The abstract state, and the step compiled for it."""
-        setup, plan = self._setup, self._plan
-        abstract = steps.abstract_state(
-            plan.transform, setup.params, setup.mesh, ema=self._run.ema is not None
-        )
-        train_step = steps.make_train_step(
-            setup.graphdef,
-            plan.transform,
-            setup.config,
-            abstract,
-            setup.chunks,
-            plan.schedule,
-        )
-        shape = self._run.batch_size, setup.config.model.seq_len + 1
-        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=setup.rows)
-        return abstract, train_step.lower(abstract, tokens).compile()
+        setup, plan, config = self._setup, self._plan, self._setup.config
+        abstract = steps.abstract_state(plan.transform, setup.params, setup.mesh)
+        vocab_size, parts = setup.data.tokenizer.vocab_size, self._run.accumulate
+        chunks = steps.loss_chunks(config, vocab_size, setup.mesh, parts)
+        model = setup.graphdef, plan.transform, config, abstract
+        train_step = steps.make_train_step(*model, chunks, plan.schedule)
+        return abstract, train_step.lower(abstract, setup.tokens()).compile()
 
     def _first_state(self, abstract: steps.TrainState) -> steps.TrainState:
-        """Of new parameters, or of those that --init-from names."""
-        setup, plan, source = self._setup, self._plan, self._run.init_from
+        """Of new parameters, or of those of the run that --init-from names."""
+        setup, transform, source = (
+            self._setup,
+            self._plan.transform,
+            self._run.init_from,
+        )
         if source is None:
             key = jax.random.key(self._run.seed)
-            return steps.initial_state(setup.init, plan.transform, abstract, key)
-        if source.endswith(".safetensors"):
-            params, opt_state = weights.load(Path(source), setup.params), None
-        else:
-            transform = plan.transform if self._run.init_optimizer else None
-            params, opt_state = checkpoint.load_initial(
-                source, plan.name, setup.params, transform
-            )
-        state = steps.initial_state(lambda p: p, plan.transform, abstract, params)
-        if opt_state is None:
+            return steps.initial_state(setup.init, transform, abstract, key)
+        wanted = transform if self._run.init_optimizer else None
+        params, old = checkpoint.load_initial(source, self._name, setup.params, wanted)
+        state = steps.initial_state(lambda p: p, transform, abstract, params)
+        if old is None:
             return state
-        return state._replace(opt_state=optim.at_schedule_start(opt_state))
+        return state._replace(opt_state=optim.at_schedule_start(old))
 
     def _start(self, abstract: steps.TrainState) -> steps.TrainState:
         """The state to go on from; records of steps after it are dropped."""
         state, notes = self._store.restore(abstract)
-        if state is None:
-            state = self._first_state(abstract)
-        name, first = self._plan.name, int(state.step)
+        state = state or self._first_state(abstract)
+        name, first = self._name, int(state.step)
         # A run killed between its last step and its result evaluates once more.
         again = "eval" if first == self._run.steps else ""
 
@@ -189,12 +179,10 @@ class Training:
             step = record["step"]
             return step < first or (step == first and record["kind"] != again)
 
-        records = self._report.rewind(keep)
-        mine = [r for r in records if r.get("optimizer") == name]
+        records = [r for r in self._report.rewind(keep) if r.get("optimizer") == name]
         # Seconds of training: validation and saving are left out.
-        self._trained = max(
-            (r["seconds"] for r in mine if r["kind"] == "train"), default=0.0
-        )
+        times = (r["seconds"] for r in records if r["kind"] == "train")
+        self._trained = max(times, default=0.0)
         self._mark = (first, self._trained)
         self._skipped = int(state.skipped)
         self._first_bad = first if int(state.skipped_in_a_row) else 0
@@ -204,7 +192,7 @@ class Training:
         return state
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _paused(self) -> Generator[None]:
         """The clock of training stands still."""
         self._trained += time.perf_counter() - self._since
         try:
@@ -212,32 +200,27 @@ class Training:
         finally:
             self._since = time.perf_counter()
 
-    def _steps(self, state: steps.TrainState, compiled: Any) -> steps.TrainState:
-        run, first = self._run, int(state.step)
-        self._newest = state
-        every = self._save_options.save_every
-        ready = loader.prefetch(self._setup.batches(first))
-        with contextlib.closing(ready):  # type: ignore
+    def _steps(self, compiled: Any, first: int) -> None:
+        run, every = self._run, self._save_options.save_every
+        with contextlib.closing(prefetch(self._setup.batches(first))) as ready:
             for number, batch in enumerate(ready, first + 1):
-                state, metrics = compiled(state, self._setup.place(batch))
-                self._newest = state
+                placed = self._setup.place(batch)
+                self._state, metrics = compiled(self._state, placed)
                 self._unread.append((number, metrics))
                 self._read(keep=_STEPS_AHEAD)
                 if number % run.eval_every == 0 or number == run.steps:
-                    self._evaluate(number, state)
-                signal_number, late = self._asked(number)
-                last = bool(signal_number) or number == run.steps
+                    self._evaluate(number)
+                asked, late = self._asked(number)
+                last = bool(asked) or number == run.steps
                 regular = every and number % every == 0
                 if last or late or regular or self._due:
-                    self._save(state, last=last)
-                if signal_number and number < run.steps:
+                    self._save(last=last)
+                if asked and number < run.steps:
                     self._store.wait()
                     saved = (self._store.steps() or [0])[-1]
-                    name = signal.Signals(signal_number).name
-                    where = f"step {saved} of {self._plan.name}"
-                    said = f"{name}: saved at {where}; --resume goes on from there"
-                    raise Interrupted(signal_number, said)
-        return state
+                    said = f"saved at step {saved} of {self._name}; --resume goes on"
+                    signal_name = signal.Signals(asked).name
+                    raise Interrupted(asked, f"{signal_name}: {said} from there")
 
     def _read(self, keep: int) -> None:
         """Report finished steps, but let the last `keep` run on."""
@@ -260,19 +243,17 @@ class Training:
                 "memory_gib": peak_memory(),
                 "skipped": skipped,
             }
-            self._report.train_step(self._plan.name, number, numbers)
+            self._report.train_step(self._name, number, numbers)
             if skipped > self._skipped:
                 self._skipped = skipped
                 self._tell_skipped(number, values, in_a_row)
 
     def _tell_skipped(self, number: int, values: dict[str, float], n: int) -> None:
-        name = self._plan.name
-        parts = ("loss", "grad_norm", "update_norm")
+        name, parts = self._name, ("loss", "grad_norm", "update_norm")
         said = ", ".join(f"{part.replace('_', ' ')} {values[part]:g}" for part in parts)
         self._report.say(f"{name}: step {number} skipped, it is not finite ({said})")
-        self._report.record(
-            "skipped", optimizer=name, step=number, in_a_row=n, reason=said
-        )
+        fields = {"optimizer": name, "step": number, "in_a_row": n, "reason": said}
+        self._report.record("skipped", **fields)
         if n >= self._run.max_bad_steps:
             raise TrainingStopped(
                 f"{name}: {n} steps in a row were not finite, the first of them step "
@@ -280,11 +261,10 @@ class Training:
                 "--learning-rate"
             )
 
-    def _evaluate(self, number: int, state: steps.TrainState) -> None:
+    def _evaluate(self, number: int) -> None:
         self._read(keep=0)
-        name, params = self._plan.name, state.params if state.ema is None else state.ema
         with self._paused():
-            self._val_loss, self._bits = self._setup.evaluate(params)
+            self._val_loss, self._bits = self._setup.evaluate(self._state.params)
             self._evaluated = number
             numbers = {
                 "tokens": number * self._tokens,
@@ -293,53 +273,53 @@ class Training:
                 "perplexity": perplexity(self._val_loss),
                 "bits_per_byte": self._bits,
             }
-            self._report.evaluation(name, number, numbers)
-            self._look(number, params)
-        if not math.isfinite(self._val_loss):
-            raise TrainingStopped(
-                f"{name}: the validation loss became {self._val_loss} at step "
-                f"{number}; try a lower --learning-rate"
-            )
-        best = self._store.best_loss()
-        if self._save_options.keep_best and self._val_loss < best:
-            self._save(state, last=False)
+            self._report.evaluation(self._name, number, numbers)
+            if not math.isfinite(self._val_loss):
+                raise TrainingStopped(
+                    f"{self._name}: the validation loss became {self._val_loss} at "
+                    f"step {number}; try a lower --learning-rate"
+                )
+            self._look(number)
+        if self._save_options.keep_best and self._val_loss < self._store.best_loss():
+            self._save(last=False)
 
-    def _look(self, number: int, params: Any) -> None:
+    def _look(self, number: int) -> None:
         """A sample and the scores of tasks, where they are asked for."""
-        run, data, name = self._run, self._setup.data, self._plan.name
-        config = self._setup.config.model
+        run, report, name = self._run, self._report, self._name
+        config, tokenizer = self._setup.config.model, self._setup.data.tokenizer
         if run.sample_prompt is None and run.task_data is None:
             return
-        # Without the places that training gives to experts, which drop tokens.
-        model = Model.of(config, data.tokenizer, params)
+        model = Model.of(config, tokenizer, self._state.params)
         if run.sample_prompt is not None:
             text = sample.continue_text(model, run.sample_prompt, max_tokens=60)
-            self._report.record("sample", optimizer=name, step=number, text=text)
-            self._report.say(f"{name:>8} step {number}: {text!r}")
+            report.record("sample", optimizer=name, step=number, text=text)
+            report.say(f"{name:>8} step {number}/{run.steps}  {text!r}")
         if run.task_data is not None:
-            for task, _, found in evaluate.evaluate_tasks(
+            found = evaluate.evaluate_tasks(
                 model, Path(run.task_data), limit=run.task_limit
-            ):
-                shown = evaluate.describe(found)
-                self._report.say(f"{name:>8} step {number}: {task}  {shown}")
-                self._report.record(
-                    "task", optimizer=name, step=number, task=task, **found
-                )
+            )
+            for task, _, values in found:
+                fields = {"optimizer": name, "step": number, "task": task}
+                report.record("task", **fields, **values)
+                shown = f"{task}  {evaluate.describe(values)}"
+                report.say(f"{name:>8} step {number}/{run.steps}  {shown}")
 
-    def _sound(self, state: steps.TrainState) -> bool:
-        """Whether training can go on from a state: after bad steps it may be ruined."""
-        finite = checkpoint.all_finite((state.params, state.opt_state))
-        return bool(finite) and math.isfinite(self._setup.evaluate(state.params)[0])
+    def _sound(self) -> bool:
+        """Whether training can go on from here: after bad steps it may not."""
+        finite = checkpoint.all_finite((self._state.params, self._state.opt_state))
+        return bool(finite) and math.isfinite(
+            self._setup.evaluate(self._state.params)[0]
+        )
 
     def _keep_good(self) -> str:
         """Save the newest state if it is good; where to go back to."""
-        if self._sound(self._newest):  # steps that were skipped have left it as it was
-            self._store.save(self._newest)
+        if self._sound():  # steps that were skipped have left it as it was
+            self._store.save(self._state)
             self._store.wait()
         kept = self._store.steps()
         return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
 
-    def _save(self, state: steps.TrainState, *, last: bool) -> None:
+    def _save(self, *, last: bool) -> None:
         """Begin a checkpoint, after all records up to its step are on disk.
 
         After bad steps it waits for a good one: the state may be what makes them bad,
@@ -347,11 +327,11 @@ class Training:
         """
         self._read(keep=0)
         with self._paused():
-            self._due = bool(self._first_bad) and not (last and self._sound(state))
+            self._due = bool(self._first_bad) and not (last and self._sound())
             if not self._due:
-                known = self._evaluated == int(state.step)
+                known = self._evaluated == int(self._state.step)
                 self._report.sync()
-                self._store.save(state, self._val_loss if known else None)
+                self._store.save(self._state, self._val_loss if known else None)
                 self._saved_at = time.perf_counter()
 
     def _asked(self, number: int) -> tuple[int, bool]:
@@ -364,5 +344,4 @@ class Training:
         if number % self._run.log_every:  # agreeing takes a moment
             return 0, False
         both = multihost_utils.process_allgather(np.asarray(asked, np.int32))
-        number, late = both.max(axis=0)
-        return int(number), bool(late)
+        return int(both[:, 0].max()), bool(both[:, 1].max())

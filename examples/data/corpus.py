@@ -7,23 +7,20 @@ library comes first: a few megabytes of it are the same wherever the same Python
 
 import codecs
 import hashlib
-import math
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from examples.config import DataConfig
 from examples.data import text
-from examples.options import UserError
+from examples.options import check
 
 # Tests hold deliberately broken files. The largest files are mostly generated tables,
 # one of which could make up a good part of the validation text.
-_SKIPPED_FOLDERS = frozenset(
-    ("site-packages", "dist-packages", "__pycache__")
-    + ("test", "tests", "idle_test", "encodings")
-)
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
+_SKIPPED_FOLDERS |= {"test", "tests", "idle_test"}
 _SIZES = range(1_000, 65_000)
 
 
@@ -35,15 +32,6 @@ class Corpus:
     val: list[bytes]
     source: str
     notes: list[str] = field(default_factory=list)
-
-    def digest(self) -> str:
-        """Names the exact text: documents, their order and the split."""
-        sha = hashlib.sha256()
-        for part in (self.train, self.val):
-            for document in part:
-                sha.update(hashlib.sha256(document).digest())
-            sha.update(b"end of part")
-        return sha.hexdigest()[:16]
 
 
 def _unique(documents: Iterable[bytes], seen: set[bytes]) -> list[bytes]:
@@ -64,8 +52,7 @@ def split(
     Where whole documents would be more than that, the first of them is cut in two at a
     line end. The text returned says how it was done.
     """
-    wanted = fraction * sum(map(len, documents))
-    count, held_out = 0, 0
+    wanted, count, held_out = fraction * sum(map(len, documents)), 0, 0
     while held_out < wanted:
         count += 1
         held_out += len(documents[-count])
@@ -80,76 +67,63 @@ def split(
     return train, val, f"the last {count:,} documents, the first of them in part"
 
 
-def _from_paths(config: DataConfig) -> Corpus:
-    train_files, val_files, others = text.find_texts(config.data)
-    named, limit = f"--data {' '.join(config.data)}", config.max_bytes
-    seen: set[bytes] = set()
-    reader = text.Reader(limit=limit)
-    notes = [f"other files not read: {text.some(others)}"] if others else []
-    if val_files:
-        # Validation text first: a document that is in both parts leaves training. At
-        # least one byte of it: a limit of 0 would be none.
-        val_limit = limit and max(1, int(limit * config.val_fraction))
-        val_reader = text.Reader(limit=val_limit)
-        val = _unique(val_reader.documents(val_files), seen)
-        if not val:
-            raise text.no_val_text(val_files)
-        train = _unique(reader.documents(train_files), seen)
-        if not train:
-            beside = f"beside that of the files named val* ({text.some(val_files)})"
-            raise UserError(f"{named}: no training text in it, {beside}")
-        how = f"files named val* ({len(val_files)})"
-        if val_reader.is_cut:
-            notes.append(f"validation text cut at {val_limit:,} bytes")
-    else:
-        documents = _unique(reader.documents(train_files), seen)
-        if not documents:
-            raise UserError(f"{named}: no text in it")
-        train, val, how = split(documents, config.val_fraction)
-    notes += [f"text cut at --max-bytes {limit:,}"] if reader.is_cut else []
-    source = f"{len(train_files) + len(val_files)} text files in {named[7:]}"
-    return Corpus(train, val, source, [*notes, f"held out: {how}"])
-
-
-def source_files() -> list[Path]:
+def source_files() -> Iterator[Path]:
     """All sources; within each root the order mixes folders by a hash of the names."""
     keys = ("stdlib", "platstdlib", "purelib", "platlib")
-    files: dict[Path, None] = {}
     for root in dict.fromkeys(Path(sysconfig.get_path(key)) for key in keys):
         found: dict[str, Path] = {}
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = [n for n in subfolders if n not in _SKIPPED_FOLDERS]
-            for name in names:
-                # _sysconfigdata describes the machine that Python was built on.
-                if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                    path = Path(folder, name)
-                    found[path.relative_to(root).as_posix()] = path
+            paths = [Path(folder, name) for name in names if name.endswith(".py")]
+            found |= {path.relative_to(root).as_posix(): path for path in paths}
         for name in sorted(found, key=lambda n: hashlib.sha256(n.encode()).digest()):
-            files.setdefault(found[name])
-    return list(files)
+            # _sysconfigdata describes the machine that Python was built on.
+            if not found[name].name.startswith("_sysconfigdata"):
+                yield found[name]
 
 
-def _from_installed(config: DataConfig) -> Corpus:
-    documents: dict[bytes, None] = {}
-    room = config.max_bytes or math.inf
+def _sources(limit: int) -> Iterator[bytes]:
+    """Sources that are UTF-8 and neither tiny nor huge, up to `limit` bytes."""
+    read = 0
     for path in source_files():
         try:
             source = path.read_bytes().removeprefix(codecs.BOM_UTF8)
             source.decode("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        if len(source) in _SIZES and source not in documents:
-            documents[text.cut(source, int(min(room, len(source))))] = None
-            room -= len(source)
-            if room <= 0:
-                break
-    if len(documents) < 2:
-        raise UserError("no installed Python sources found here; use --data PATH")
-    train, val, how = split(list(documents), config.val_fraction)
-    source = f"{len(documents):,} installed Python sources"
-    return Corpus(train, val, source, [f"held out: {how}"])
+        if len(source) in _SIZES and not (limit and read >= limit):
+            yield text.cut(source, limit - read) if limit else source
+            read += len(source)
 
 
 def load(config: DataConfig) -> Corpus:
     """Read, limit and split the text that `config` names; each document once."""
-    return _from_paths(config) if config.data else _from_installed(config)
+    limit, seen = config.max_bytes, set[bytes]()
+    if not config.data:
+        documents = _unique(_sources(limit), seen)
+        check(len(documents) > 1, "no installed Python sources found; use --data PATH")
+        train, val, how = split(documents, config.val_fraction)
+        source = f"{len(documents):,} installed Python sources"
+        return Corpus(train, val, source, [f"held out: {how}"])
+    train_files, val_files, others = text.find_texts(config.data)
+    named, reader = f"--data {' '.join(config.data)}", text.Reader(limit=limit)
+    notes = [f"other files not read: {text.some(others)}"] if others else []
+    if val_files:
+        # Validation text first: a document that is in both parts leaves training. At
+        # least one byte of it: a limit of 0 would be none.
+        most = limit and max(1, int(limit * config.val_fraction))
+        val_reader = text.Reader(limit=most)
+        val = _unique(val_reader.documents(val_files), seen)
+        text.check_val(val, val_files)
+        train = _unique(reader.documents(train_files), seen)
+        beside = f"beside that of the files named val* ({text.some(val_files)})"
+        check(bool(train), f"{named}: no training text in it, {beside}")
+        how = f"files named val* ({len(val_files)})"
+        notes += [f"validation text cut at {most:,} bytes"] if val_reader.is_cut else []
+    else:
+        documents = _unique(reader.documents(train_files), seen)
+        check(bool(documents), f"{named}: no text in it")
+        train, val, how = split(documents, config.val_fraction)
+    notes += [f"text cut at --max-bytes {limit:,}"] if reader.is_cut else []
+    source = f"{len(train_files) + len(val_files)} text files in {named[7:]}"
+    return Corpus(train, val, source, [*notes, f"held out: {how}"])

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -153,31 +153,23 @@ class Dataset:
     val: EvalBatches
 
 
-def _part(documents: int, text_bytes: int, tokens: int) -> dict[str, int]:
-    return {"documents": documents, "bytes": text_bytes, "tokens": tokens}
-
-
 def _from_text(config: DataConfig) -> tuple[dict[str, Any], tok.Tokenizer, list[Any]]:
     text = corpora.load(config)
     tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, text.train)
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-    train, val = (
-        tok.stream(tokenizer.encode(part), tokenizer.end_id, dtype)
-        for part in (text.train, text.val)
-    )
-    # The end of a document is a token to predict, but it is no byte of the text.
-    val_bytes = tok.stream(tokenizer.byte_counts(text.val), 0, np.int64)
+    about: dict[str, Any] = {"source": text.source, "notes": text.notes}
     # Of the ids, not of a tokenizer.json: its layout changes with its library.
-    sha = hashlib.sha256(f"{text.digest()} {tokenizer.vocab_size}".encode())
-    sha.update(train.data)
-    about = {
-        "source": text.source,
-        "digest": sha.hexdigest()[:16],
-        "train": _part(len(text.train), sum(map(len, text.train)), len(train)),
-        "val": _part(len(text.val), sum(map(len, text.val)), len(val)),
-        "notes": text.notes,
-    }
-    return about, tokenizer, [train, val, val_bytes]
+    sha, streams = hashlib.sha256(str(tokenizer.vocab_size).encode()), []
+    for name, documents in (("train", text.train), ("val", text.val)):
+        stream = tok.stream(tokenizer.encode(documents), tokenizer.end_id, dtype)
+        sizes = len(documents), sum(map(len, documents)), len(stream)
+        about[name] = dict(zip(("documents", "bytes", "tokens"), sizes))
+        sha.update(stream.data)
+        sha.update(b"".join(documents))
+        streams.append(stream)
+    # The end of a document is a token to predict, but it is no byte of the text.
+    streams.append(tok.stream(tokenizer.byte_counts(text.val), 0, np.int64))
+    return about | {"digest": sha.hexdigest()[:16]}, tokenizer, streams
 
 
 def _from_shards(
@@ -187,19 +179,9 @@ def _from_shards(
         given = getattr(config, name) != getattr(DataConfig(), name)
         said = "token shards bring their own tokenizer and split; leave it out"
         check(not given, f"--{name.replace('_', '-')}: {said}")
-
-    def part(split: str) -> dict[str, int]:
-        chosen = folder.split(split)
-        names = ("documents", "bytes", "tokens")
-        return _part(*(sum(getattr(shard, name) for shard in chosen) for name in names))
-
-    about = {
-        "source": f"{len(folder.shards)} token shards in {folder.path}",
-        "digest": folder.digest(),
-        "train": part("train"),
-        "val": part("val"),
-        "notes": [],
-    }
+    source = f"{len(folder.shards)} token shards in {folder.path}"
+    about: dict[str, Any] = {"source": source, "notes": [], "digest": folder.digest()}
+    about |= {split: folder.counts(split) for split in ("train", "val")}
     streams = [folder.stream(split) for split in ("train", "val", "val_bytes")]
     return about, folder.tokenizer(), streams
 
@@ -212,16 +194,13 @@ def load(config: Config) -> Dataset:
     else:
         about, tokenizer, streams = _from_shards(config.data, folder)
     run, length = config.run, config.model.seq_len
-    train, val, val_bytes = streams
-    return Dataset(
-        about=about,
-        tokenizer=tokenizer,
-        train=TrainBatches(train, run.batch_size, length, run.seed),
-        val=eval_batches(val, val_bytes, run.batch_size, length, run.eval_tokens),
-    )
+    train = TrainBatches(streams[0], run.batch_size, length, run.seed)
+    sizes = run.batch_size, length, run.eval_tokens
+    val = eval_batches(streams[1], streams[2], *sizes)
+    return Dataset(about, tokenizer, train, val)
 
 
-def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
+def prefetch(items: Iterator[T], depth: int = 4) -> Generator[T]:
     """The items, in order, some of them prepared in a thread ahead of the consumer.
 
     An error in the thread is raised in the consumer at its place in the order.

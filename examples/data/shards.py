@@ -8,18 +8,17 @@ a folder without it is not complete. Shards end where a document ends.
 
 import bisect
 import hashlib
-import json
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from examples.data import tokens as tok
-from examples.files import write_atomically
-from examples.options import Options, UserError, check, option
+from examples.files import read_json, write_atomically
+from examples.options import UserError, check
 
 INDEX = "index.json"
 PROGRESS = "progress.json"  # there while a preparation is not finished
@@ -30,37 +29,28 @@ _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Shard(Options):
+class Shard:
     """One file: what is in it, its checksum, and one for each block of it."""
 
     name: str
-    split: Literal["train", "val", "val_bytes"]
-    dtype: Literal["<u2", "<u4"]
-    documents: int = option(0, "", "[0, 1e18]")
-    bytes: int = option(0, "", "[0, 1e18]")
-    tokens: int = option(0, "", "[1, 1e18]")
-    sha256: str = ""
-    blocks: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unsafe = self.name in ("", ".", "..") or set(self.name) & set("/\\\0")
-        check(not unsafe, f"name cannot be {self.name!r}")
-        count = -(-self.tokens * np.dtype(self.dtype).itemsize // _BLOCK)
-        check(len(self.blocks) == count, f"blocks must be {count} checksums")
+    split: str  # train, val or val_bytes
+    dtype: str
+    documents: int
+    bytes: int
+    tokens: int
+    sha256: str
+    blocks: Sequence[int]
 
 
 def write_shard(
-    folder: Path, name: str, split: str, dtype: str, pieces: Sequence[Any], text: int
+    file: Path, split: Any, dtype: Any, pieces: Sequence[Any], text: int
 ) -> Shard:
     """Write one array per document as one shard; `text` is their bytes."""
-    data = np.concatenate(pieces).astype(np.dtype(dtype))
-    sha256 = write_atomically(folder / name, [data])
-    raw = data.tobytes()
+    data = np.concatenate(pieces).astype(dtype)
+    sha256, raw = write_atomically(file, [data]), data.tobytes()
     blocks = tuple(zlib.crc32(raw[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK))
-    kind: Any = split
-    width: Any = dtype
-    return Shard(name, kind, width, len(pieces), text, len(data), sha256, blocks)
+    sizes = len(pieces), text, len(data)
+    return Shard(file.name, split, dtype, *sizes, sha256, blocks)
 
 
 def file_sha256(path: Path) -> str:
@@ -127,6 +117,11 @@ class Folder:
         """The shards of one split."""
         return [shard for shard in self.shards if shard.split == name]
 
+    def counts(self, split: str) -> dict[str, int]:
+        """Documents, bytes of text and tokens of a split."""
+        parts, names = self.split(split), ("documents", "bytes", "tokens")
+        return {name: sum(getattr(part, name) for part in parts) for name in names}
+
     def stream(self, split: str) -> ShardStream:
         """The token ids of a split, or (val_bytes) the bytes they stand for."""
         return ShardStream(self.path, self.split(split))
@@ -163,60 +158,35 @@ def size_problems(folder: Path, shards: Iterable[Shard]) -> list[str]:
     """What is wrong with the sizes of the files, in words."""
     found = []
     for shard in shards:
-        wanted = shard.tokens * np.dtype(shard.dtype).itemsize
-        try:
-            size = (folder / shard.name).stat().st_size
-        except FileNotFoundError:
+        wanted, path = (
+            shard.tokens * np.dtype(shard.dtype).itemsize,
+            folder / shard.name,
+        )
+        if not path.exists():
             found.append(f"{shard.name} is missing")
-        else:
-            if size != wanted:
-                found.append(f"{shard.name} has {size:,} bytes instead of {wanted:,}")
+        elif (size := path.stat().st_size) != wanted:
+            found.append(f"{shard.name} has {size:,} bytes instead of {wanted:,}")
     return found
 
 
-def read_entries(path: Path, kinds: dict[str, type]) -> tuple[dict, tuple[Shard, ...]]:
-    """The content of `index.json` or `progress.json`, and its shards.
-
-    `ValueError` names the first entry that is missing or not of its kind.
-    """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    for key, kind in ({"shards": list} | kinds).items():
-        value: Any = content.get(key) if isinstance(content, dict) else None
-        negative = kind is int and isinstance(value, int) and value < 0
-        if type(value) is not kind or negative:
-            raise ValueError(f"{key} is {value!r:.60}")
-    shards = []
-    for number, record in enumerate(content["shards"]):
-        try:
-            shards.append(Shard.from_mapping(record))
-        except (UserError, TypeError) as error:
-            raise ValueError(f"shards[{number}]: {error}") from None
-    return content, tuple(shards)
+def read_entries(path: Path) -> tuple[dict[str, Any], tuple[Shard, ...]]:
+    """The content of `index.json` or `progress.json`, and its shards."""
+    content = read_json(path)
+    return content, tuple(Shard(**record) for record in content["shards"])
 
 
 def open_folder(path: Path) -> Folder:
     """Read the index and check that every file is there in its full size."""
-    kinds = {"format": str, "left_out": int, "tokenizer": dict}
-    try:
-        index, shards = read_entries(path / INDEX, kinds)
-        if index["format"] != FORMAT:
-            raise ValueError(f"format {index['format']!r} is not {FORMAT!r}")
-        for key, kind in (("name", str), ("sha256", str), ("vocab_size", int)):
-            if type(index["tokenizer"].get(key)) is not kind:
-                raise ValueError(f"tokenizer.{key} is {index['tokenizer'].get(key)!r}")
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no {INDEX} in it: not a folder of token shards, or one whose "
-            "preparation was interrupted; run examples.prepare again"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path / INDEX}: not a valid index ({error})") from None
+    said = f"{path}: no {INDEX} in it: not a folder of token shards, or one whose"
+    there = (path / INDEX).is_file()
+    check(there, f"{said} preparation was interrupted; run examples.prepare again")
+    index, shards = read_entries(path / INDEX)
+    known = index.get("format") == FORMAT
+    check(known, f"{path / INDEX}: not of the format {FORMAT!r}; prepare it anew")
     problems = size_problems(path, shards)
     if not (path / tok.FILE).is_file():
         problems.append(f"{tok.FILE} is missing")
     check(not problems, f"{path}: {'; '.join(problems)}; prepare the folder anew")
-    missing = {"train", "val", "val_bytes"} - {s.split for s in shards}
-    check(not missing, f"{path}: no shard of {' and '.join(sorted(missing))} in it")
     return Folder(path, shards, index)
 
 

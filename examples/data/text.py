@@ -11,11 +11,11 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.options import UserError
+from examples.options import UserError, check
 
 _DECODERS: dict[str, Callable[[], Any]] = {
     ".xz": lambda: lzma.LZMADecompressor(format=lzma.FORMAT_XZ),
@@ -173,14 +173,12 @@ class Reader:
 
 def _files_below(path: Path) -> tuple[list[Path], list[str]]:
     """Text files below a path, sorted, and the names of other files seen."""
-    if not path.exists():
-        raise UserError(f"--data {path}: no such file or folder")
+    check(path.exists(), f"--data {path}: no such file or folder")
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     inside = [entry for entry in inside if entry.is_file()]
     texts = [entry for entry in inside if entry.name.endswith(SUFFIXES)]
-    if not texts:
-        said = "no text file in it" if path.is_dir() else "not a text file"
-        raise UserError(f"--data {path}: {said} ({' '.join(SUFFIXES)})")
+    said = "no text file in it" if path.is_dir() else "not a text file"
+    check(bool(texts), f"--data {path}: {said} ({' '.join(SUFFIXES)})")
     return texts, [entry.name for entry in inside if entry not in set(texts)]
 
 
@@ -201,9 +199,8 @@ def some(names: Sequence[object], shown: int = 5) -> str:
     return ", ".join(map(str, names[:shown])) + rest
 
 
-def no_val_text(files: Sequence[Path]) -> UserError:
-    """The error about files named val* that hold nothing."""
-    return UserError(
-        f"{some(files)}: no text in it; files named val* are the validation text: fill "
-        "it, or remove it to hold out a part of the other text"
-    )
+def check_val(documents: Collection[bytes], files: Sequence[Path]) -> None:
+    """Files named val* must hold something."""
+    meaning = "files named val* are the validation text: fill it, or remove it to hold"
+    said = f"{some(files)}: no text in it; {meaning} out a part of the other text"
+    check(bool(documents) or not files, said)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from examples.files import write_atomically
-from examples.options import UserError
+from examples.options import UserError, check
 
 END = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -127,13 +127,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         text = path.read_text(encoding="utf-8")
         if json.loads(text)["model"].get("type") == "bytes":
             return ByteTokenizer()
+        tokenizer = _import_tokenizers().Tokenizer.from_str(text)
     except OSError as error:
         raise UserError(f"--tokenizer {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
-    tokenizers = _import_tokenizers()
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except UserError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
     return SubwordTokenizer(tokenizer, str(path))
@@ -141,24 +139,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def make_tokenizer(name: str, vocab_size: int, documents: Iterable[bytes]) -> Tokenizer:
     """The tokenizer of `--tokenizer name`; only 'bpe' needs size and documents."""
-    if name == "bytes":
-        return ByteTokenizer()
-    if name == "bpe":
-        return train_bpe(documents, vocab_size)
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(
-            f"--tokenizer {path}: neither 'bytes' nor 'bpe' nor an existing file"
-        )
-    return load_tokenizer(path)
+    if name in ("bytes", "bpe"):
+        return ByteTokenizer() if name == "bytes" else train_bpe(documents, vocab_size)
+    said = f"--tokenizer {name}: neither 'bytes' nor 'bpe' nor an existing file"
+    check(Path(name).is_file(), said)
+    return load_tokenizer(Path(name))
 
 
 def stream(pieces: Sequence[np.ndarray], end: int, dtype: Any) -> np.ndarray:
     """Join per-document arrays, each followed by `end`."""
-    total = sum(map(len, pieces)) + len(pieces)
-    joined = np.full(total, end, dtype)
-    position = 0
-    for piece in pieces:
-        joined[position : position + len(piece)] = piece
-        position += len(piece) + 1
-    return joined
+    ended = (part for piece in pieces for part in (piece, [end]))
+    return np.concatenate([np.asarray(part, dtype) for part in ended])

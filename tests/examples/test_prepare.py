@@ -263,37 +263,20 @@ def test_text_that_is_not_there(run: Run, text: Path, tmp_path: Path) -> None:
     assert code == 2 and "val.txt: no text in it; files named val*" in said
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ({"identity": 3, "shards": []}, "identity is 3"),
-        ({"identity": None, "shards": []}, "identity is None"),
-        ([], "is None"),
-        ({"shards": [{"name": None}]}, "shards[0]: name cannot be None"),
-        ({"shards": None}, "shards is None"),
-        ({"documents_read": "9"}, "documents_read is '9'"),
-    ],
-)
 def test_a_broken_progress_is_named(
-    run: Run,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    content: Any,
-    expected: str,
+    run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "describe", None)
         patch.setattr(shards, "file_sha256", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run("--data", text, "--out", out, *SMALL)
     file = out / shards.PROGRESS
-    if isinstance(content, dict) and "identity" not in content:
-        content = {**json.loads(file.read_text()), **content}
-    file.write_text(json.dumps(content))
+    file.write_text(
+        file.read_text().replace('"documents_read": 4', '"documents_read": 3')
+    )
     code, said = run("--data", text, "--out", out, *SMALL)
-    assert code == 2 and "progress.json: not valid" in said and expected in said
+    assert code == 2 and "progress.json: altered or damaged" in said
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

@@ -22,7 +22,7 @@ from examples.files import read_metrics
 ROOT = Path(__file__).parents[2]
 OPTIONS = (
     *("--optimizer", "muon2", "--eval-every", "40", "--log-every", "1"),
-    *("--save-every", "2", "--ema", "0.9"),
+    *("--save-every", "2"),
 )
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from examples.config import DataConfig, parse
 from examples.data import corpus, loader, shards
 from examples.data import tokens as tok
+from examples.files import read_json, write_json
 from examples.options import UserError
 from examples.prepare import main
 
@@ -112,41 +112,18 @@ def test_altered_files_are_named(
 )
 def test_a_broken_index(copy: Path, content: str) -> None:
     (copy / shards.INDEX).write_text(content)
-    with pytest.raises(UserError, match="index.json: not a valid index"):
+    with pytest.raises(UserError, match=r"index\.json: (damaged|altered)"):
         shards.open_folder(copy)
 
 
-@pytest.mark.parametrize(
-    ("where", "key", "value", "said"),
-    [
-        (("shards", 0), "dtype", "zz", "shards[0]: dtype cannot be 'zz'"),
-        (("shards", 1), "tokens", "a", "shards[1]: tokens cannot be 'a'"),
-        (("shards", 1), "tokens", -1, "shards[1]: --tokens must be at least 1"),
-        (("shards", 0), "name", None, "shards[0]: name cannot be None"),
-        (("shards", 0), "name", "../a", "shards[0]: name cannot be '../a'"),
-        (("shards", 0), "split", "test", "shards[0]: split cannot be 'test'"),
-        (("shards", 0), "blocks", [1, 2], "shards[0]: blocks must be"),
-        (("shards", 0), "blocks", [1.5], "shards[0]: blocks cannot be"),
-        (("shards",), 0, 7, "shards[0]: "),
-        ((), "shards", {}, "shards is {}"),
-        ((), "left_out", None, "left_out is None"),
-        ((), "tokenizer", "bytes", "tokenizer is 'bytes'"),
-        (("tokenizer",), "name", None, "tokenizer.name is None"),
-        (("tokenizer",), "vocab_size", True, "tokenizer.vocab_size is True"),
-    ],
-)
-def test_wrong_entries_of_the_index_are_named(
-    copy: Path, where: tuple[Any, ...], key: Any, value: object, said: str
-) -> None:
-    index = part = json.loads((copy / shards.INDEX).read_text())
-    for step in where:
-        part = part[step]
-    part[key] = value
+@pytest.mark.parametrize("key", ["dtype", "tokens", "sha256", "blocks", "name"])
+def test_any_change_of_the_index_is_named(copy: Path, key: str) -> None:
+    index = json.loads((copy / shards.INDEX).read_text())
+    entry = index["shards"][0]
+    entry[key] = [*entry[key], 1] if key == "blocks" else entry[key] * 2
     (copy / shards.INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"index\.json: altered or damaged"):
         shards.open_folder(copy)
-    assert "index.json: not a valid index" in str(error.value)
-    assert said in str(error.value)
 
 
 def test_another_tokenizer_is_refused(copy: Path) -> None:
@@ -159,9 +136,9 @@ def test_another_tokenizer_is_refused(copy: Path) -> None:
     ):
         loader.load(parse(options))
     path.write_text(good)
-    index = json.loads((copy / shards.INDEX).read_text())
+    index = read_json(copy / shards.INDEX)
     index["tokenizer"]["vocab_size"] = 399
-    (copy / shards.INDEX).write_text(json.dumps(index))
+    write_json(copy / shards.INDEX, index)
     with pytest.raises(UserError, match=r"tokenizer\.json: not the tokenizer .* size"):
         loader.load(parse(options))
 
@@ -186,7 +163,7 @@ def test_content_that_changed_is_named_when_it_is_read(copy: Path) -> None:
 
 def test_every_block_has_a_checksum(tmp_path: Path) -> None:
     ids = [np.arange(40_000), np.arange(60_000)]
-    shard = shards.write_shard(tmp_path, "a.bin", "train", "<u2", ids, 10)
+    shard = shards.write_shard(tmp_path / "a.bin", "train", "<u2", ids, 10)
     assert len(shard.blocks) == -(-200_000 // 2**16) == 4
     raw = bytearray((tmp_path / "a.bin").read_bytes())
     raw[-1] ^= 1
@@ -204,16 +181,14 @@ def test_what_is_no_complete_folder(copy: Path, text_path: Path) -> None:
     (copy / shards.INDEX).unlink()
     with pytest.raises(UserError, match="preparation was interrupted"):
         loader.load(parse(["--data", str(copy)]))
-    index = {"format": shards.FORMAT, "shards": [], "left_out": 0}
-    index["tokenizer"] = {"name": "", "sha256": "", "vocab_size": 0}
-    (copy / shards.INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match="no shard of train and val"):
+    write_json(copy / shards.INDEX, {"format": "version 0", "shards": []})
+    with pytest.raises(UserError, match="not of the format .*; prepare it anew"):
         shards.open_folder(copy)
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     ids = [np.array([1, 70_000]), np.array([2**31])]
-    shard = shards.write_shard(tmp_path, "a.bin", "train", "<u4", ids, 10)
+    shard = shards.write_shard(tmp_path / "a.bin", "train", "<u4", ids, 10)
     assert (tmp_path / "a.bin").stat().st_size == 12
     stream = shards.ShardStream(tmp_path, [shard])
     assert stream[0:3].tolist() == [1, 70_000, 2**31]
