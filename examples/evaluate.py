@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from examples import options
-from examples.options import Options, UserError, check, option
+from examples.options import Options, check, option
 from examples.tasks import TASKS, Score, measure, read_task
 
 if TYPE_CHECKING:
@@ -65,21 +65,17 @@ def encode_pairs(
     tokenizer: "Tokenizer", pairs: Sequence[tuple[str, str]]
 ) -> list[Request]:
     """Tokenize (context, continuation); an empty context becomes the end token."""
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        unique = list(dict.fromkeys(texts))
-        ids = tokenizer.encode([text.encode("utf-8") for text in unique])
-        table = {text: part.tolist() for text, part in zip(unique, ids)}
-        return [table[text] for text in texts]
-
-    contexts = encode([context.rstrip() for context, _ in pairs])
-    wholes = encode([context + continuation for context, continuation in pairs])
+    starts = [context.rstrip() for context, _ in pairs]
+    texts = [*starts, *(context + continuation for context, continuation in pairs)]
+    unique = list(dict.fromkeys(texts))
+    ids = tokenizer.encode([text.encode("utf-8") for text in unique])
+    table = {text: part.tolist() for text, part in zip(unique, ids)}
     requests = []
-    for (context, continuation), start, whole in zip(pairs, contexts, wholes):
-        ids = whole[len(start) :]
+    for start, (context, continuation) in zip(starts, pairs):
+        rest = table[context + continuation][len(table[start]) :]
         said = f"no token left to score in {continuation!r} after {context[-40:]!r}"
-        check(bool(ids), said)
-        requests.append(Request(start or [tokenizer.end_id], ids))
+        check(bool(rest), said)
+        requests.append(Request(table[start] or [tokenizer.end_id], rest))
     return requests
 
 
@@ -167,13 +163,12 @@ def evaluate_tasks(
     names = [name.strip() for name in tasks.split(",")]
     if names == ["all"]:
         names = [name for name, task in TASKS.items() if (folder / task.file).exists()]
-        known = ", ".join(task.file for task in TASKS.values())
-        check(bool(names), f"--task-data {folder}: no task file in it ({known})")
-    if unknown := [name for name in names if name not in TASKS]:
-        known = ", ".join(TASKS)
-        raise UserError(f"--tasks {','.join(unknown)}: unknown; there are {known}")
+        files = ", ".join(task.file for task in TASKS.values())
+        check(bool(names), f"--task-data {folder}: no task file in it ({files})")
+    unknown = ", ".join(name for name in names if name not in TASKS)
+    check(not unknown, f"--tasks {unknown}: unknown; there are {', '.join(TASKS)}")
     # All are read first: a broken file is named before hours of scoring.
-    read = {name: read_task(TASKS[name], folder, limit) for name in names}
+    read = {name: read_task(name, folder, limit) for name in names}
     for name, questions in read.items():
         pairs = [pair for question in questions for pair in question.pairs]
         requests = encode_pairs(model.tokenizer, pairs)

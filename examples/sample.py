@@ -39,10 +39,8 @@ class SampleConfig(Options):
 def choose(
     logits_V: Any, key: Any, temperature: float, top_k: int = 0, top_p: float = 1.0
 ) -> Any:
-    """One token id out of the logits of a position.
-
-    The likeliest `top_k` tokens (0: all) are kept, and of those, at this temperature,
-    the fewest whose probabilities are `top_p` together.
+    """One token id, among the likeliest `top_k` (0: all), and of those among the fewest
+    whose probabilities at this temperature are `top_p` together.
     """
     import jax
     import jax.numpy as jnp
@@ -71,10 +69,9 @@ def make_generate(
 ) -> Any:
     """A program that reads a prompt and adds tokens until its window is full.
 
-    It takes (params, ids filled up to `length`, how many of them are the prompt, how
-    many to add, key, number of tokens added before) and gives the window and how much
-    of it is filled. Keys and values of what was read stay in a cache, so that each
-    token costs one position.
+    It takes (params, ids filled up to `length`, how many are the prompt, how many to
+    add, key, number of tokens added before) and gives the window and how much of it is
+    filled. Keys and values stay in a cache, so that each token costs one position.
     """
     import jax
     import jax.numpy as jnp

@@ -9,15 +9,14 @@ fields.
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.options import UserError
+from examples.options import UserError, check
 
 
 class Score(NamedTuple):
@@ -27,8 +26,7 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """(context, continuation) pairs, of which `gold` is right.
 
     `choices` are the answers whose length in characters normalizes their scores.
@@ -39,11 +37,9 @@ class Question:
     choices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """Where a task's records are and how they become questions."""
 
-    name: str
     file: str
     read: Callable[[Any], Question]
     normalized: bool = False  # whether the harness reports acc_norm
@@ -57,8 +53,7 @@ def _choices(
     record: Any, after_query: str = "", query: Callable[[str], str] = str
 ) -> Question:
     """A query, changed and with words after it, and answers to choose from."""
-    context = query(record["query"]) + after_query
-    choices = tuple(record["choices"])
+    context, choices = query(record["query"]) + after_query, tuple(record["choices"])
     pairs = [(context, f" {choice}") for choice in choices]
     return Question(pairs, record["gold"], choices)
 
@@ -91,54 +86,40 @@ _piqa = partial(_choices, after_query="Answer:")
 _boolq = partial(_answer, query=lambda query: query.removeprefix("Passage: "))
 
 TASKS = {
-    task.name: task
-    for task in (
-        Task("arc_challenge", "arc_challenge.jsonl", _answer, normalized=True),
-        Task("arc_easy", "arc_easy.jsonl", _answer, normalized=True),
-        Task("openbookqa", "openbook_qa.jsonl", _choices, normalized=True),
-        Task("hellaswag", "hellaswag_val_full.txt", _hellaswag, normalized=True),
-        Task("piqa", "piqa.jsonl", _piqa, normalized=True),
-        Task("winogrande", "winogrande.jsonl", _winogrande),
-        Task("lambada_openai", "lambada_openai.jsonl", _last_word),
-        Task("copa", "copa.jsonl", _copa),
-        Task("boolq", "boolq.jsonl", _boolq),
-    )
+    "arc_challenge": Task("arc_challenge.jsonl", _answer, normalized=True),
+    "arc_easy": Task("arc_easy.jsonl", _answer, normalized=True),
+    "openbookqa": Task("openbook_qa.jsonl", _choices, normalized=True),
+    "hellaswag": Task("hellaswag_val_full.txt", _hellaswag, normalized=True),
+    "piqa": Task("piqa.jsonl", _piqa, normalized=True),
+    "winogrande": Task("winogrande.jsonl", _winogrande),
+    "lambada_openai": Task("lambada_openai.jsonl", _last_word),
+    "copa": Task("copa.jsonl", _copa),
+    "boolq": Task("boolq.jsonl", _boolq),
 }
 
 
-def _records(path: Path) -> Iterator[tuple[int, str | list[str]]]:
-    """Numbered by their first line: lines of JSON, or six lines of plain text."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    if path.suffix == ".jsonl":
-        yield from ((i, line) for i, line in enumerate(lines, start=1) if line)
-    else:
-        for start in range(0, len(lines) - 1, 6):
-            yield start + 1, lines[start : start + 6]
-
-
-def read_task(task: Task, folder: Path, limit: int = 0) -> list[Question]:
+def read_task(name: str, folder: Path, limit: int = 0) -> list[Question]:
     """All questions of a task, or the first `limit`."""
+    task, questions = TASKS[name], []
     path = folder / task.file
-    questions: list[Question] = []
     try:
-        records = list(_records(path))
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--task-data: {path}: {error}") from None
-    for number, record in records[: limit or None]:
+    # Lines of JSON, or six lines of plain text each.
+    size = 1 if path.suffix == ".jsonl" else 6
+    starts = [i for i in range(0, len(lines) - size // 6, size) if lines[i]]
+    for start in starts[: limit or None]:
         try:
-            fields = json.loads(record) if isinstance(record, str) else record
-            question = task.read(fields)
+            record = lines[start : start + size]
+            question = task.read(json.loads(record[0]) if size == 1 else record)
             question.pairs[question.gold]  # an answer that is there
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            missing = isinstance(error, KeyError)
-            reason = f"no field {error}" if missing else str(error)
-            place = f"{path}, line {number}"
-            raise UserError(
-                f"{place}: not a record of {task.name} ({reason})"
-            ) from None
+            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            place = f"{path}, line {start + 1}"
+            raise UserError(f"{place}: not a record of {name} ({reason})") from None
         questions.append(question)
-    if not questions:
-        raise UserError(f"{path}: no question in it")
+    check(bool(questions), f"{path}: no question in it")
     return questions
 
 
@@ -152,31 +133,29 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 def measure(
     task: Task, questions: Sequence[Question], scores: Sequence[Sequence[Score]]
 ) -> dict[str, float]:
-    """The harness's metrics and their standard errors, from each question's scores,
-    and the accuracy of a guess.
+    """The harness's metrics with their standard errors, and the accuracy of a guess.
 
     For the perplexity, whose error the harness finds by resampling, it is that of the
     mean log-likelihood times the perplexity.
     """
+    found: dict[str, tuple[float, float]] = {}
+    metrics: dict[str, float] = {}
     if task.read is _last_word:
-        accuracy = _mean([float(first.is_greedy) for (first,) in scores])
+        found["acc"] = _mean([float(first.is_greedy) for (first,) in scores])
         mean, error = _mean([first.log_likelihood for (first,) in scores])
         perplexity = math.exp(min(-mean, 700.0))
-        found = {"acc": accuracy, "perplexity": (perplexity, perplexity * error)}
+        found["perplexity"] = perplexity, perplexity * error
     else:
-        right, right_norm = [], []
-        for question, answers in zip(questions, scores, strict=True):
-            values = np.asarray([answer.log_likelihood for answer in answers])
-            right.append(float(values.argmax() == question.gold))
-            if task.normalized:
-                lengths = np.asarray([len(choice) for choice in question.choices])
-                right_norm.append(float((values / lengths).argmax() == question.gold))
-        found = {"acc": _mean(right)}
-        if task.normalized:
-            found["acc_norm"] = _mean(right_norm)
-    metrics: dict[str, float] = {}
+        kinds = ("acc", "acc_norm") if task.normalized else ("acc",)
+        for kind in kinds:
+            right = []
+            for question, answers in zip(questions, scores, strict=True):
+                values = np.asarray([answer.log_likelihood for answer in answers])
+                if kind == "acc_norm":
+                    values /= [len(choice) for choice in question.choices]
+                right.append(float(values.argmax() == question.gold))
+            found[kind] = _mean(right)
+        metrics["chance"] = _mean([1 / len(q.pairs) for q in questions])[0]
     for name, (value, error) in found.items():
         metrics |= {name: value, f"{name}_stderr": error}
-    if task.read is not _last_word:
-        metrics["chance"] = _mean([1 / len(q.pairs) for q in questions])[0]
     return metrics

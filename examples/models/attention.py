@@ -15,6 +15,7 @@ from examples.mesh import BATCH, constrain
 from examples.models.layers import Linear, out_gain
 
 Rotation = tuple[jax.Array, jax.Array]
+_QUERIES = 512
 
 
 class Place(NamedTuple):
@@ -64,42 +65,36 @@ def _kernel(config: ModelConfig) -> Literal["xla", "cudnn"]:
     return "cudnn" if gpu and width <= 128 and width % 8 == 0 else "xla"
 
 
-# Queries that XLA's attention takes at a time. More than twice as many come in chunks,
-# whose scores are computed once more in the backward pass instead of being kept.
-_QUERIES = 512
-
-
 def attention(
     config: ModelConfig,
     q_BxLxHxK: jax.Array,
     k_BxLxHxK: jax.Array,
     v_BxLxHxK: jax.Array,
 ) -> jax.Array:
-    """Causal attention by the kernel of `--attention`."""
-    length, kernel = q_BxLxHxK.shape[1], _kernel(config)
+    """Causal attention by the kernel of `--attention`.
+
+    XLA's takes more than twice `_QUERIES` queries in chunks, whose scores are computed
+    once more in the backward pass instead of being kept.
+    """
+    (batch, length, *width), kernel = q_BxLxHxK.shape, _kernel(config)
     if kernel == "cudnn" or length <= 2 * _QUERIES or length % _QUERIES:
         return jax.nn.dot_product_attention(
             q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation=kernel
         )
 
     @jax.checkpoint
-    def chunk(q_BxCxHxK: jax.Array, first: jax.Array) -> jax.Array:
-        row_C = first + jnp.arange(_QUERIES)
-        mask_1x1xCxL = (row_C[:, None] >= jnp.arange(length)[None, :])[None, None]
-        return jax.nn.dot_product_attention(
-            q_BxCxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask_1x1xCxL, implementation="xla"
-        )
+    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        cache = Cache(k_BxLxHxK, v_BxLxHxK)
+        return _attend(part[0], cache, part[1])
 
-    batch, _, heads, width = q_BxLxHxK.shape
-    shape = (batch, -1, _QUERIES, heads, width)
-    chunks_NxBxCxHxK = q_BxLxHxK.reshape(shape).swapaxes(0, 1)
+    chunks = q_BxLxHxK.reshape(batch, -1, _QUERIES, *width).swapaxes(0, 1)
     firsts_N = jnp.arange(0, length, _QUERIES)
-    o_NxBxCxHxK = jax.lax.map(lambda part: chunk(*part), (chunks_NxBxCxHxK, firsts_N))
+    o_NxBxCxHxK = jax.lax.map(chunk, (chunks, firsts_N))
     return o_NxBxCxHxK.swapaxes(0, 1).reshape(q_BxLxHxK.shape)
 
 
-def _cached_attention(q_BxLxHxK: jax.Array, cache: Cache, position: Any) -> jax.Array:
-    """Attention of tokens from `position` on to all that is cached up to each."""
+def _attend(q_BxLxHxK: jax.Array, cache: Cache, position: Any) -> jax.Array:
+    """Attention of tokens from `position` on to all that is there up to each."""
     row_L = position + jnp.arange(q_BxLxHxK.shape[1])
     mask_LxS = row_L[:, None] >= jnp.arange(cache.keys.shape[1])[None, :]
     return jax.nn.dot_product_attention(
@@ -141,5 +136,5 @@ class Attention(nnx.Module):
             new = zip(cache, (k_BxLxHxK, v_BxLxHxK))
             at = (0, place.position, 0, 0)
             cache = Cache(*(jax.lax.dynamic_update_slice(x, y, at) for x, y in new))
-            o_BxLxHxK = _cached_attention(q_BxLxHxK, cache, place.position)
+            o_BxLxHxK = _attend(q_BxLxHxK, cache, place.position)
         return self.out(o_BxLxHxK.reshape(batch, length, dim)), cache

@@ -90,7 +90,7 @@ class Decoder(nnx.Module):
         """Float32 logits (B, L, V) of features."""
         w_DxV = self.head()
         w_DxW = head.padded(w_DxV.astype(x_BxLxD.dtype))
-        return head.product(x_BxLxD, w_DxW)[..., : w_DxV.shape[1]]
+        return head.logits(x_BxLxD, w_DxW)[..., : w_DxV.shape[1]]
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         return self.logits(self.features(tokens_BxL).x_BxLxD)

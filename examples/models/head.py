@@ -37,7 +37,7 @@ def wide_product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(a, b, cpu=widened, default=short)
 
 
-def product(x_BxLxD: jax.Array, w_DxW: jax.Array) -> jax.Array:
+def logits(x_BxLxD: jax.Array, w_DxW: jax.Array) -> jax.Array:
     """Float32 logits; W is V, filled up."""
     return constrain(wide_product("bld,dw->blw", x_BxLxD, w_DxW), BATCH, None, "tensor")
 
@@ -56,7 +56,7 @@ def _sums(
     x_BxCxD: jax.Array, w_DxW: jax.Array, targets_BxC: jax.Array, width: int
 ) -> tuple[jax.Array, ...]:
     """Logits, where the targets are, log-sum-exp and negative log-likelihood."""
-    logits_BxCxW = product(x_BxCxD, w_DxW)
+    logits_BxCxW = logits(x_BxCxD, w_DxW)
     column_1x1xW = jax.lax.broadcasted_iota(jnp.int32, (1, 1, w_DxW.shape[1]), 2)
     if w_DxW.shape[1] > width:
         logits_BxCxW = jnp.where(column_1x1xW < width, logits_BxCxW, -jnp.inf)
@@ -69,19 +69,18 @@ def _sums(
 
 def token_losses(
     x_BxLxD: jax.Array, w_DxV: jax.Array, targets_BxL: jax.Array, chunks: int
-) -> tuple[jax.Array, jax.Array]:
-    """Negative log-likelihood and log-sum-exp (B, L) of each next token.
+) -> jax.Array:
+    """Negative log-likelihood (B, L) of each next token.
 
     Float32 logits of one of `chunks` parts of the positions are all that ever exists.
     """
     w_DxW = padded(w_DxV.astype(x_BxLxD.dtype))
 
-    def part(xt: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        _, _, lse_BxC, nll_BxC = _sums(xt[0], w_DxW, xt[1], w_DxV.shape[1])
-        return nll_BxC, lse_BxC
+    def part(xt: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _sums(xt[0], w_DxW, xt[1], w_DxV.shape[1])[-1]
 
-    nll, lse = jax.lax.map(part, (_cut(x_BxLxD, chunks), _cut(targets_BxL, chunks)))
-    return _join(nll), _join(lse)
+    parts = _cut(x_BxLxD, chunks), _cut(targets_BxL, chunks)
+    return _join(jax.lax.map(part, parts))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -99,8 +98,7 @@ def head_loss(
     of positions by chunk, so that nothing is computed twice. It rounds the logits'
     derivative to the compute dtype, for which there are fast products.
     """
-    nll_BxL, lse_BxL = token_losses(x_BxLxD, w_DxV, targets_BxL, chunks)
-    return nll_BxL.mean() + z_weight * jnp.square(lse_BxL).mean(), nll_BxL.mean()
+    return _forward(x_BxLxD, w_DxV, targets_BxL, z_weight, chunks)[0]
 
 
 def _forward(

@@ -1,5 +1,6 @@
 """Full disks, damaged checkpoints, other meshes: the last good state is never lost."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import checkpoint, plot, step
+from examples import checkpoint, evaluate, plot, sample, step
 from examples.config import parse
 from examples.data import loader
 from examples.files import RecordFile, WriteFailed, read_metrics
+from examples.models import make_model
 from examples.options import UserError
 from examples.pretrain import main
-from examples.runs import locked
+from examples.runs import locked, store_settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -149,6 +151,37 @@ def test_a_damaged_checkpoint_has_a_neighbour(finished: Path, tmp_path: Path) ->
     damage(place / "4" / "params", "truncated")
     with pytest.raises(UserError, match="no other can be read: put back a copy"):
         checkpoint.load_params(folder)
+
+
+def test_damaged_parameters_are_neither_sampled_nor_evaluated(
+    finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One bit, or a file cut short; one line is said, and nothing by libraries."""
+    for kind in ("flipped", "truncated"):
+        folder = cut_back(finished, tmp_path / kind)
+        damage(folder / "checkpoints" / "muon2" / "12" / "params", kind)
+        assert sample.main(["--run", str(folder)]) == 2
+        out, err = capfd.readouterr()
+        assert "checkpoint of step 12 is unreadable" in err and "--step 8 can be" in err
+        assert not out and err.count("\n") == 1 and "handler" not in err
+    argv = ["--run", str(folder), "--task-data", str(tmp_path)]
+    assert evaluate.main(argv) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_parameters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    config = parse(["--optimizer", "adamw", "--dim", "16", "--hidden", "16"])
+    store_settings(tmp_path, config, 257, "0", write=True)
+    _, init = make_model(config.model, 257)
+    params = init(jax.random.key(0))
+    params["final_norm"]["scale"] = params["final_norm"]["scale"].at[3].set(jnp.nan)
+    count = jnp.int32(5)
+    state = step.TrainState(params, {"count": count}, count, count, count)
+    place = tmp_path / "checkpoints" / "adamw"
+    with contextlib.closing(checkpoint.Store(place, keep=1)) as store:
+        store.save(state)
+    with pytest.raises(UserError, match="its parameters are not finite"):
+        checkpoint.load_params(tmp_path)
 
 
 def test_other_text_is_refused(

@@ -181,7 +181,7 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_prompts(task_data: Path) -> None:
-    first = {name: read_task(task, task_data)[0] for name, task in TASKS.items()}
+    first = {name: read_task(name, task_data)[0] for name in TASKS}
     assert first["piqa"].pairs[0] == ("Question: open 0\nAnswer:", " pull it")
     assert first["arc_easy"].pairs[1] == ("Question: What is 0?\nAnswer:", " a number")
     assert first["openbookqa"].pairs[3] == ("A dog 0 eats", " d")
@@ -190,13 +190,13 @@ def test_prompts(task_data: Path) -> None:
     assert first["copa"].pairs[1] == ("The man 0 ran because", "  i swam.")
     context = "A fox 0.\nQuestion: is it a fox?\nAnswer:"
     assert first["boolq"].pairs == [(context, " no"), (context, " yes")]
-    contexts = [q.pairs[0][0] for q in read_task(TASKS["hellaswag"], task_data)]
+    contexts = [q.pairs[0][0] for q in read_task("hellaswag", task_data)]
     assert contexts == [
         "Sailing: A man is in a boat. The man",
         "Cooking: How to bake. Take some flour (see above).",
         "Cutting: A dog sits! It barks. A woman in a red hat",
     ]
-    assert len(read_task(TASKS["arc_easy"], task_data, limit=2)) == 2
+    assert len(read_task("arc_easy", task_data, limit=2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_broken_task_files_are_named(
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError) as error:
-        read_task(TASKS["piqa"], tmp_path)
+        read_task("piqa", tmp_path)
     assert said in str(error.value) and str(path) in str(error.value)
 
 

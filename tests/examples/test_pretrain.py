@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import optax
 import pytest
 
 import muon2_optax as m2
-from examples import optim, plot, report
+from examples import optim, plot, report, setup
 from examples import train as training
 from examples.checkpoint import load_params
 from examples.config import parse
@@ -24,6 +26,7 @@ from examples.pretrain import main
 from examples.runs import claim_folder
 
 Records = list[dict]
+NAMES = ("adamw", "muon2", "muon2_f")
 
 
 def of_kind(folder: Path, kind: str) -> Records:
@@ -41,15 +44,28 @@ def full_run(
     text_path: Path,
     tiny: list[str],
 ) -> Path:
-    """Every optimizer for 30 steps on the same text."""
+    """Three optimizers for 30 steps on the same text."""
     folder = tmp_path_factory.mktemp("run")
     argv = [*tiny, "--data", str(text_path), "--out", str(folder), "--steps", "30"]
-    argv += ["--optimizer", "all", "--eval-every", "10", "--warmup-steps", "3"]
-    assert main([*argv, "--log-every", "1"]) == 0
+    argv += ["--optimizer", ",".join(NAMES), "--eval-every", "10", "--warmup-steps"]
+    assert main([*argv, "3", "--log-every", "1"]) == 0
     return folder
 
 
-@pytest.mark.parametrize("name", ["adamw", *m2.REGISTRY])
+@pytest.mark.slow
+def test_every_optimizer_trains(
+    text_path: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
+    argv += ["--steps", "30", "--optimizer", "all", "--warmup-steps", "3"]
+    assert main([*argv, "--log-every", "1"]) == 0
+    for name in ("adamw", *m2.REGISTRY):
+        records = of_kind(tmp_path / "run", "train")
+        losses = [r["loss"] for r in records if r["optimizer"] == name]
+        assert len(losses) == 30 and sum(losses[-5:]) / 5 < losses[0] - 1.5
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_loss_falls(full_run: Path, name: str) -> None:
     losses = [r["loss"] for r in of_kind(full_run, "train") if r["optimizer"] == name]
     assert len(losses) == 30
@@ -70,7 +86,7 @@ def test_records(full_run: Path) -> None:
     assert run["config"]["run"]["steps"] == 30
     assert run["text"]["train"]["documents"] >= 1
     results = of_kind(full_run, "result")
-    assert [r["optimizer"] for r in results] == ["adamw", *m2.REGISTRY]
+    assert [r["optimizer"] for r in results] == [*NAMES]
     for result in results:
         assert math.isclose(result["perplexity"], math.exp(result["val_loss"]))
         # Nearly every token is one byte.
@@ -81,18 +97,24 @@ def test_records(full_run: Path) -> None:
     assert "embed/embedding" in (full_run / "parameters.txt").read_text()
 
 
-def test_plot(full_run: Path, tmp_path: Path) -> None:
+def test_plot(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (full_run / "loss.png").read_bytes().startswith(b"\x89PNG")
     found = plot.curves([full_run])
-    assert list(found) == ["adamw", *m2.REGISTRY]
+    assert list(found) == [*NAMES]
     train, evals = found["muon2"]["train"], found["muon2"]["eval"]
     assert train[-1]["tokens"] == evals[-1]["tokens"] == 30 * 4 * 32
     assert len(train) == 30
     seconds = [record["seconds"] for record in train]
     assert seconds == sorted(seconds) and seconds[0] > 0
+    before = (full_run / "loss.png").stat().st_mtime_ns
+    monkeypatch.chdir(tmp_path)
+    assert plot.main([str(full_run), str(full_run)]) == 0
+    assert Path("comparison.png").stat().st_size > 1000
+    assert (full_run / "loss.png").stat().st_mtime_ns == before
     target = tmp_path / "all.png"
-    assert plot.main([str(full_run), str(full_run), "--out", str(target)]) == 0
+    assert plot.main([str(full_run), "--out", str(target), "--smooth", "3"]) == 0
     assert target.stat().st_size > 1000
+    assert plot.smoothed([1.0, 3.0, 5.0, 1.0], 2) == [1.0, 2.0, 4.0, 3.0]
     with pytest.raises(UserError, match="metrics.jsonl"):
         plot.curves([tmp_path])
 
@@ -286,3 +308,116 @@ def test_the_mfu_is_that_of_a_known_device(
     assert "step 1/4" in lines[1] and "MFU" in lines[1]
     assert "step 3/4" in lines[3] and "eta 0:0" in lines[3]
     assert "val loss" in lines[-1] and len(lines) == 6
+
+
+def test_runs_of_other_tokenizers_are_drawn_in_bits_per_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    pyplot = plot._pyplot()
+    monkeypatch.setattr(
+        pyplot.Axes, "set", lambda self, **named: labels.append(named["ylabel"])
+    )
+    record = {"kind": "eval", "optimizer": "muon", "step": 1, "tokens": 8, "seconds": 1}
+    for name, bits in (("bytes", 3.0), ("bpe", 1.5), ("also_bpe", 1.5)):
+        (tmp_path / name).mkdir()
+        line = json.dumps(record | {"loss": 2.0, "bits_per_byte": bits}) + "\n"
+        (tmp_path / name / "metrics.jsonl").write_text(line)
+    for names, unit in (
+        (["bytes", "bpe"], "bits per byte"),
+        (["bpe", "also_bpe"], "nats"),
+    ):
+        labels.clear()
+        plot.plot_runs([tmp_path / name for name in names], tmp_path / "a.png")
+        assert labels[0].startswith(unit) and labels[2] == "nats per token"
+
+
+def test_a_run_begins_with_the_weights_of_another(
+    full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    """With the optimizer's state, too, if that is wanted; schedules begin anew."""
+    argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--seed", "7"]
+    argv += ["--steps", "3", "--log-every", "1", "--init-from", str(full_run)]
+    first = {}
+    for name, more in (("bare", []), ("warm", ["--init-optimizer"])):
+        out = tmp_path / name
+        assert main([*argv, *more, "--warmup-steps", "1", "--out", str(out)]) == 0
+        records = of_kind(out, "train")
+        first[name] = [r["loss"] for r in records]
+        assert records[0]["learning_rate"] == pytest.approx(0.02)
+    done = [r for r in of_kind(full_run, "train") if r["optimizer"] == "muon2"]
+    assert first["bare"][0] == first["warm"][0] < done[0]["loss"] - 1.5
+    assert first["bare"][1:] != first["warm"][1:]
+    assert main([*argv, "--dim", "64", "--out", str(tmp_path / "wide")]) == 2
+
+
+def test_the_best_checkpoint_is_kept_and_the_model_looked_at(
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    losses = iter([3.0, 1.0, 2.0, 2.5])  # the best is that of step 4
+    monkeypatch.setattr(setup.Setup, "evaluate", lambda *_: (next(losses, 2.0), 1.0))
+    question = {"query": "Question: a\n", "choices": ["b", "c"], "gold": 0}
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(question) + "\n")
+    argv = [*tiny, "--data", str(text_path), "--optimizer", "adamw", "--steps", "8"]
+    argv += ["--eval-every", "2", "--keep", "1", "--keep-best"]
+    argv += ["--sample-prompt", "def ", "--task-data", str(tmp_path)]
+    assert main([*argv, "--out", str(tmp_path / "run")]) == 0
+    kept = {p.name for p in (tmp_path / "run" / "checkpoints" / "adamw").iterdir()}
+    assert kept == {"4", "8"}
+    best, last = (
+        load_params(tmp_path / "run", step=step)[0]["final_norm"]["scale"]
+        for step in ("best", None)
+    )
+    assert (best != last).any()
+    out = capsys.readouterr().out
+    assert out.count("'def ") == out.count("piqa  acc") == 4
+    assert [r["step"] for r in of_kind(tmp_path / "run", "task")] == [2, 4, 6, 8]
+    assert all("def " in r["text"] for r in of_kind(tmp_path / "run", "sample"))
+    # The closing table, too, fits into 80 columns.
+    (row,) = [line for line in out.splitlines() if "optimizer" in line and "K" in line]
+    assert (
+        "skipped" in row and max(map(len, out.split("plot:")[0].splitlines()[-6:])) < 81
+    )
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_full_memory_is_one_line_of_advice(
+    kind: str,
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = {
+        "device": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\nmore\nlines"),
+        "host": MemoryError("9 GiB"),
+    }[kind]
+
+    def fails(*_: Any) -> None:
+        raise full
+
+    monkeypatch.setattr(training, "train", fails)
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
+    assert main([*argv, "--optimizer", "adamw", "--steps", "2"]) == 1
+    err = capsys.readouterr().err
+    assert "out of memory" in err and "--accumulate" in err and "--remat full" in err
+    assert "9 GiB" in err and err.count("\n") == 1
+
+
+def test_signals_are_remembered_and_ignored_ones_stay_so() -> None:
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        with training.signals() as received:
+            assert received() == 0
+            os.kill(os.getpid(), number)
+            assert received() == number
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with training.signals() as received:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert received() == 0
+    signal.signal(signal.SIGHUP, before)

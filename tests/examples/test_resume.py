@@ -126,6 +126,18 @@ def killed_and_resumed(runs: Runs, kills: int, steps: str, seed: int) -> None:
     assert_same(whole, folder)
 
 
+def test_a_killed_run_ends_as_the_uninterrupted_one(runs: Runs) -> None:
+    """Between two checkpoints, as soon as it has trained for some steps."""
+    whole, folder = runs.root / "whole-12", runs.root / "killed-12"
+    process = runs.start(folder, "--steps", "12", "--save-every", "5")
+    wait_for(lambda: last_step(folder) > 6, process)
+    process.kill()
+    process.communicate()
+    runs.finish(folder, "--steps", "12")
+    runs.finish(whole, "--steps", "12")
+    assert_same(whole, folder)
+
+
 @pytest.mark.slow
 def test_killed_runs_end_as_the_uninterrupted_one(runs: Runs) -> None:
     killed_and_resumed(runs, kills=2, steps="120", seed=1)
