@@ -69,8 +69,7 @@ def _compile(
         rules=matrix_rules(model),
         shardings=m2.Shardings.of(params) if mesh.size > 1 else None,
     )
-    ema = run.ema is not None
-    abstract = step.abstract_state(plan.transform, params, mesh, ema=ema)
+    abstract = step.abstract_state(plan.transform, params, mesh)
     abstract = _cast(abstract, state_dtype)
     chunks = step.loss_chunks(config, vocab_size, mesh, run.accumulate)
     train_step = step.make_train_step(

@@ -46,7 +46,7 @@ class Contender:
                 shardings=m2.Shardings.of(params) if mesh.size > 1 else None,
             )
             transform = plan.transform
-        abstract = step.abstract_state(transform, params, mesh, ema=False)
+        abstract = step.abstract_state(transform, params, mesh)
         parts = config.run.accumulate
         self.chunks = step.loss_chunks(config, vocab_size, mesh, parts)
         train_step = step.make_train_step(

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -323,3 +324,50 @@ def test_a_failing_step_is_skipped_counted_and_shown(
     assert [r["grad_norm"] is None for r in train] == [r["step"] == 5 for r in train]
     assert train[-1]["loss"] < train[0]["loss"]
     assert [r["skipped"] for r in train] == [0] * 4 + [1] * 4
+
+
+def injure(path: Path, rng: random.Random) -> str:
+    """Damage one file of a checkpoint in some way; says how."""
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.stat().st_size)
+    file = rng.choice(files)
+    raw = bytearray(file.read_bytes())
+    kind = rng.choice(["bit", "byte", "cut", "zeros", "missing", "swapped", "longer"])
+    place = rng.randrange(len(raw))
+    if kind == "bit":
+        raw[place] ^= 1 << rng.randrange(8)
+    elif kind == "byte":
+        raw[place] = (raw[place] + rng.randrange(1, 256)) % 256
+    elif kind == "cut":
+        raw = raw[:place]
+    elif kind == "zeros":
+        raw[place : place + 64] = bytes(len(raw[place : place + 64]))
+    elif kind == "swapped":
+        raw = bytearray(rng.choice(files).read_bytes())
+    elif kind == "longer":
+        raw += raw[-100:]
+    file.write_bytes(bytes(raw))
+    if kind == "missing":
+        file.unlink()
+    return f"{kind} of {file.relative_to(path)}"
+
+
+@pytest.mark.slow
+def test_no_damage_gives_a_wrong_number(finished: Path, tmp_path: Path) -> None:
+    """80 damages of the newest checkpoint: it is refused, or the numbers are right."""
+    expected, config, _ = checkpoint.load_params(finished, step=12)
+    refused = 0
+    for seed in range(80):
+        folder = tmp_path / str(seed)
+        copy = folder / "checkpoints" / "muon2" / "12"
+        shutil.copytree(finished / "checkpoints" / "muon2" / "12", copy)
+        shutil.copy(finished / "config.json", folder)
+        how = injure(copy, random.Random(seed))
+        try:
+            found, _, _ = checkpoint.load_params(folder)
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500, how
+            refused += 1
+        else:
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+        shutil.rmtree(folder)
+    assert refused > 20  # most damages are of what is not read, or of zeros
