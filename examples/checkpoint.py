@@ -71,9 +71,7 @@ def _reason(error: BaseException) -> str:
             return known
     if "incompatible handler" in text or isinstance(error, OSError):
         return "files of it are missing, cut short or unreadable"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = textwrap.shorten(lines[0], 150, placeholder=" ...") if lines else ""
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
+    return f"{type(error).__name__}: {textwrap.shorten(text, 150, placeholder=' ...')}"
 
 
 @contextlib.contextmanager
@@ -246,8 +244,7 @@ def load_params(
     Args:
       run_folder: what `--out` named.
       optimizer: which of the run's optimizers; None: its only one.
-      step: which checkpoint; None: the newest one; "best": that of the lowest
-        validation loss.
+      step: a number, None (the newest), or "best": of the lowest validation loss.
       mesh: where they go; None: one device.
       transform: the optimizer, to load its state as well.
 

@@ -89,10 +89,10 @@ def bucket(length: int, shortest: int, longest: int) -> int:
 
 @functools.cache
 def _score_step(graphdef: Any) -> Any:
-    """Tokens (B, L + 1) and positions (B, K) to what is known of the tokens after them.
+    """A function of tokens (B, L + 1) and positions (B, K): the log-probability of the
+    token after each position, and whether it is the likeliest one.
 
-    That is the log-probability of each, and whether it is the likeliest one. Most of a
-    question is only read, and logits cost more than all the rest.
+    Most of a question is only read, and logits cost more than all the rest.
     """
     import jax
     import jax.numpy as jnp

@@ -57,8 +57,7 @@ def option(default: Any, text: str, bounds: str = "", *, bare: Any = None) -> An
     Args:
       default: the value without the flag.
       text: what `--help` says.
-      bounds: an interval such as "[0, 1)"; an end that is not allowed has a round
-        bracket, and without a number it is that of 32 bits.
+      bounds: an interval such as "[0, 1)"; without a second number it ends at 2^31.
       bare: the value of the flag written without one; None: it must have one.
     """
     metadata = {"help": text, "bounds": bounds, "bare": bare}

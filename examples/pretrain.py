@@ -14,14 +14,14 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from examples import options, runs
 from examples.config import Config
 from examples.options import UserError
 
 if TYPE_CHECKING:
-    from examples.report import Report, Result
+    from examples.report import Report
     from examples.setup import Setup
 
 
@@ -113,18 +113,14 @@ def _advice_for_full_memory() -> Generator[None]:
         raise
 
 
-def _earlier_results(config: Config, folder: Path) -> "dict[str, Result]":
+def _earlier_results(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
     """Of the optimizers that had finished before this run went on."""
     from examples.files import read_metrics
-    from examples.report import Result
 
     path = folder / runs.METRICS_FILE
-    if not path.exists():
-        return {}
-    fields = {field.name for field in dataclasses.fields(Result)}
-    records = [r for r in read_metrics(path) if r["kind"] == "result"]
-    found = [Result(**{k: r[k] for k in fields}) for r in records if fields <= r.keys()]
-    return {r.optimizer: r for r in found if r.steps == config.run.steps}
+    records = read_metrics(path) if path.exists() else []
+    done = [r for r in records if r["kind"] == "result"]
+    return {r["optimizer"]: r for r in done if r["steps"] == config.run.steps}
 
 
 def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:

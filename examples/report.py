@@ -1,7 +1,6 @@
 """What a run shows and keeps: JSONL records, progress, a closing table."""
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -21,26 +20,6 @@ from examples.runs import METRICS_FILE
 
 # Without a terminal a line of training is printed so often, at most.
 _LINE_SECONDS = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One row of the closing table."""
-
-    optimizer: str
-    ns_steps: int | None
-    nesterov: bool | None
-    learning_rate: float
-    adam_learning_rate: float | None
-    steps: int
-    skipped: int
-    val_loss: float
-    perplexity: float
-    bits_per_byte: float
-    tokens_per_second: float
-    seconds: float
-    compile_seconds: float
-    digest: str
 
 
 def perplexity(loss: float) -> float:
@@ -158,7 +137,7 @@ class Report:
         line = f"val loss {loss:.4f}  bits/byte {bits:.3f}{self._time_left(name, step)}"
         self.say(f"{name:>8} step {step}/{self._steps}  {line}")
 
-    def table(self, results: list[Result], figure: Path, seconds: float) -> None:
+    def table(self, results: list[Record], figure: Path, seconds: float) -> None:
         """The closing table, and where the files are."""
         self._status.stop()
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -166,20 +145,15 @@ class Report:
         table.add_column("optimizer", no_wrap=True)
         for head in (*heads, "s"):
             table.add_column(head, justify="right", no_wrap=True)
-        best = min(result.val_loss for result in results)
+        best = min(result["val_loss"] for result in results)
+        forms = {"learning_rate": "g", "val_loss": ".4f", "bits_per_byte": ".4f"}
+        forms |= {"skipped": "d", "tokens_per_second": ",.0f", "seconds": ".0f"}
         for r in results:
-            cells = (
-                "-" if r.ns_steps is None else str(r.ns_steps),
-                {None: "-", True: "yes", False: "no"}[r.nesterov],
-                *(
-                    f"{r.learning_rate:g}",
-                    f"{r.val_loss:.4f}",
-                    f"{r.bits_per_byte:.4f}",
-                ),
-                *(str(r.skipped), f"{r.tokens_per_second:,.0f}", f"{r.seconds:.0f}"),
-            )
-            style = "bold" if r.val_loss == best else ""
-            table.add_row(r.optimizer, *cells, style=style)
+            steps = "-" if r["ns_steps"] is None else str(r["ns_steps"])
+            nesterov = {None: "-", True: "yes", False: "no"}[r["nesterov"]]
+            cells = (format(r[key], form) for key, form in forms.items())
+            style = "bold" if r["val_loss"] == best else ""
+            table.add_row(r["optimizer"], steps, nesterov, *cells, style=style)
         self._console.print(table)
         metrics = self.folder / METRICS_FILE
         self.say(f"plot: {figure}", f"metrics: {metrics}", f"total: {seconds:.1f} s")

@@ -1,7 +1,6 @@
 """Train one optimizer: steps, validations and checkpoints in their order."""
 
 import contextlib
-import dataclasses
 import math
 import signal
 import time
@@ -21,7 +20,7 @@ from examples.files import WriteFailed
 from examples.mesh import peak_flops, peak_memory
 from examples.models import sizes
 from examples.options import Interrupted, UserError
-from examples.report import Report, Result, perplexity
+from examples.report import Report, perplexity
 from examples.runs import CHECKPOINT_FOLDER
 from examples.setup import Setup
 from examples.trained import Model
@@ -69,15 +68,15 @@ def train(
     report: Report,
     folder: Path,
     received: Callable[[], int],
-) -> Result:
+) -> dict[str, Any]:
     """Train with one optimizer, from its newest checkpoint or from the start.
 
-    `received` gives the number of a signal that asks to end, or 0.
+    `received` gives the number of a signal that asks to end, or 0. Returns the record
+    of the result.
     """
-    save, place = setup.config.save, folder / CHECKPOINT_FOLDER / plan.name
-    store = checkpoint.Store(place, save.keep, keep_best=save.keep_best)
-    with contextlib.closing(store):
-        return _Training(setup, plan, report, store, received).result()
+    training = _Training(setup, plan, report, folder, received)
+    with contextlib.closing(training.store):
+        return training.result()
 
 
 class _Training:
@@ -86,11 +85,13 @@ class _Training:
         setup: Setup,
         plan: optim.Plan,
         report: Report,
-        store: checkpoint.Store,
-        received: Callable[[], int],
+        folder: Path,
+        received: Any,
     ):
         self._setup, self._plan, self._name = setup, plan, plan.name
-        self._report, self._store, self._received = report, store, received
+        self._report, self._received = report, received
+        save, place = setup.config.save, folder / CHECKPOINT_FOLDER / plan.name
+        self.store = checkpoint.Store(place, save.keep, keep_best=save.keep_best)
         self._run, self._save_options = setup.config.run, setup.config.save
         self._tokens = self._run.batch_size * setup.config.model.seq_len
         self._flops = sizes(setup.config.model, setup.params).flops_per_token
@@ -101,10 +102,10 @@ class _Training:
         self._due = False  # a checkpoint, when a step is good again
         self._begin = self._saved_at = time.perf_counter()
 
-    def result(self) -> Result:
+    def result(self) -> dict[str, Any]:
         """Train; the result is that of the last step."""
         plan, run = self._plan, self._run
-        self._report.begin(self._name, (self._store.steps() or [0])[-1])
+        self._report.begin(self._name, (self.store.steps() or [0])[-1])
         abstract, compiled = self._compile()
         self._state = self._start(abstract)
         compile_seconds = time.perf_counter() - self._begin
@@ -118,24 +119,24 @@ class _Training:
             raise
         if first == run.steps:
             self._evaluate(first)
-        self._store.wait()
-        result = Result(
-            optimizer=self._name,
-            ns_steps=plan.ns_steps,
-            nesterov=plan.nesterov,
-            learning_rate=plan.learning_rate,
-            adam_learning_rate=plan.adam_learning_rate,
-            steps=run.steps,
-            skipped=int(self._state.skipped),
-            val_loss=self._val_loss,
-            perplexity=perplexity(self._val_loss),
-            bits_per_byte=self._bits,
-            tokens_per_second=run.steps * self._tokens / max(self._trained, 1e-9),
-            seconds=time.perf_counter() - self._begin,
-            compile_seconds=compile_seconds,
-            digest=f"{int(checkpoint.digest(self._state)):08x}",
-        )
-        self._report.record("result", **dataclasses.asdict(result))
+        self.store.wait()
+        result = {
+            "optimizer": self._name,
+            "ns_steps": plan.ns_steps,
+            "nesterov": plan.nesterov,
+            "learning_rate": plan.learning_rate,
+            "adam_learning_rate": plan.adam_learning_rate,
+            "steps": run.steps,
+            "skipped": int(self._state.skipped),
+            "val_loss": self._val_loss,
+            "perplexity": perplexity(self._val_loss),
+            "bits_per_byte": self._bits,
+            "tokens_per_second": run.steps * self._tokens / max(self._trained, 1e-9),
+            "seconds": time.perf_counter() - self._begin,
+            "compile_seconds": compile_seconds,
+            "digest": f"{int(checkpoint.digest(self._state)):08x}",
+        }
+        self._report.record("result", **result)
         return result
 
     def _compile(self) -> tuple[steps.TrainState, Any]:
@@ -167,7 +168,7 @@ class _Training:
 
     def _start(self, abstract: steps.TrainState) -> steps.TrainState:
         """The state to go on from; records of steps after it are dropped."""
-        state, notes = self._store.restore(abstract)
+        state, notes = self.store.restore(abstract)
         state = state or self._first_state(abstract)
         name, first = self._name, int(state.step)
         # A run killed between its last step and its result evaluates once more.
@@ -216,8 +217,8 @@ class _Training:
                 if last or late or regular or self._due:
                     self._save(last=last)
                 if asked and number < run.steps:
-                    self._store.wait()
-                    saved = (self._store.steps() or [0])[-1]
+                    self.store.wait()
+                    saved = (self.store.steps() or [0])[-1]
                     said = f"saved at step {saved} of {self._name}; --resume goes on"
                     signal_name = signal.Signals(asked).name
                     raise Interrupted(asked, f"{signal_name}: {said} from there")
@@ -280,29 +281,27 @@ class _Training:
                     f"step {number}; try a lower --learning-rate"
                 )
             self._look(number)
-        if self._save_options.keep_best and self._val_loss < self._store.best_loss():
+        if self._save_options.keep_best and self._val_loss < self.store.best_loss():
             self._save(last=False)
 
     def _look(self, number: int) -> None:
         """A sample and the scores of tasks, where they are asked for."""
-        run, report, name = self._run, self._report, self._name
-        config, tokenizer = self._setup.config.model, self._setup.data.tokenizer
+        run, config = self._run, self._setup.config.model
         if run.sample_prompt is None and run.task_data is None:
             return
-        model = Model.of(config, tokenizer, self._state.params)
+        model = Model.of(config, self._setup.data.tokenizer, self._state.params)
+        place = {"optimizer": self._name, "step": number}
+        head = f"{self._name:>8} step {number}/{run.steps}"
         if run.sample_prompt is not None:
             text = sample.continue_text(model, run.sample_prompt, max_tokens=60)
-            report.record("sample", optimizer=name, step=number, text=text)
-            report.say(f"{name:>8} step {number}/{run.steps}  {text!r}")
+            self._report.record("sample", **place, text=text)
+            self._report.say(f"{head}  {text!r}")
         if run.task_data is not None:
-            found = evaluate.evaluate_tasks(
-                model, Path(run.task_data), limit=run.task_limit
-            )
+            limit = run.task_limit
+            found = evaluate.evaluate_tasks(model, Path(run.task_data), limit=limit)
             for task, _, values in found:
-                fields = {"optimizer": name, "step": number, "task": task}
-                report.record("task", **fields, **values)
-                shown = f"{task}  {evaluate.describe(values)}"
-                report.say(f"{name:>8} step {number}/{run.steps}  {shown}")
+                self._report.record("task", **place, task=task, **values)
+                self._report.say(f"{head}  {task}  {evaluate.describe(values)}")
 
     def _sound(self) -> bool:
         """Whether training can go on from here: after bad steps it may not."""
@@ -314,9 +313,9 @@ class _Training:
     def _keep_good(self) -> str:
         """Save the newest state if it is good; where to go back to."""
         if self._sound():  # steps that were skipped have left it as it was
-            self._store.save(self._state)
-            self._store.wait()
-        kept = self._store.steps()
+            self.store.save(self._state)
+            self.store.wait()
+        kept = self.store.steps()
         return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
 
     def _save(self, *, last: bool) -> None:
@@ -331,7 +330,7 @@ class _Training:
             if not self._due:
                 known = self._evaluated == int(self._state.step)
                 self._report.sync()
-                self._store.save(self._state, self._val_loss if known else None)
+                self.store.save(self._state, self._val_loss if known else None)
                 self._saved_at = time.perf_counter()
 
     def _asked(self, number: int) -> tuple[int, bool]:
