@@ -140,7 +140,7 @@ class Report:
     def table(self, results: list[Record], figure: Path, seconds: float) -> None:
         """The closing table, and where the files are."""
         self._status.stop()
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         heads = ("K", "Nesterov", "rate", "val loss", "bits/byte", "skipped", "tok/s")
         table.add_column("optimizer", no_wrap=True)
         for head in (*heads, "s"):
