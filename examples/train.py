@@ -313,6 +313,7 @@ class _Training:
     def _keep_good(self) -> str:
         """Save the newest state if it is good; where to go back to."""
         if self._sound():  # steps that were skipped have left it as it was
+            self._report.sync()
             self.store.save(self._state)
             self.store.wait()
         kept = self.store.steps()
