@@ -85,8 +85,13 @@ def _settle_devices(config: Config) -> Config:
         model = dataclasses.replace(config.model, attention="xla")
         config = dataclasses.replace(config, model=model)
     if config.run.distributed and not jax.distributed.is_initialized():
+        # JAX itself reads the coordinator's address, and asks launchers that it knows.
+        names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         try:
-            jax.distributed.initialize()
+            count, number = (
+                int(os.environ[name]) if name in os.environ else None for name in names
+            )
+            jax.distributed.initialize(num_processes=count, process_id=number)
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"--distributed: {error} (start one process a host with Slurm, Open "

@@ -77,7 +77,7 @@ def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
 def _is_done(folder: Path, names: set[str], steps: int) -> bool:
     """Whether the run has diverged, or all its results for as many steps."""
     stopped = _records(folder, "stopped")
-    if stopped and "not finite" in stopped[-1]["reason"]:
+    if stopped and "--learning-rate" in stopped[-1]["reason"]:
         return True
     found = [r for r in _records(folder, "result") if r["steps"] >= steps]
     return names <= {record["optimizer"] for record in found}

@@ -155,7 +155,8 @@ def measure(
                     values /= [len(choice) for choice in question.choices]
                 right.append(float(values.argmax() == question.gold))
             found[kind] = _mean(right)
-        metrics["chance"] = _mean([1 / len(q.pairs) for q in questions])[0]
     for name, (value, error) in found.items():
         metrics |= {name: value, f"{name}_stderr": error}
+    if task.read is not _last_word:
+        metrics["chance"] = _mean([1 / len(q.pairs) for q in questions])[0]
     return metrics

@@ -151,11 +151,8 @@ class _Training:
 
     def _first_state(self, abstract: steps.TrainState) -> steps.TrainState:
         """Of new parameters, or of those of the run that --init-from names."""
-        setup, transform, source = (
-            self._setup,
-            self._plan.transform,
-            self._run.init_from,
-        )
+        setup, source = self._setup, self._run.init_from
+        transform = self._plan.transform
         if source is None:
             key = jax.random.key(self._run.seed)
             return steps.initial_state(setup.init, transform, abstract, key)
