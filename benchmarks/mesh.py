@@ -22,8 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import muon2_optax as m2
 from benchmarks import models, overlap, record, timing, traces
+from benchmarks.cost import collectives
 from benchmarks.sharded import compile_step
-from examples.cost import collectives
 
 
 class Contender:

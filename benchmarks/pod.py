@@ -28,8 +28,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 
 import muon2_optax as m2  # noqa: E402
 from benchmarks import models, record  # noqa: E402
+from benchmarks.cost import collectives  # noqa: E402
 from benchmarks.sharded import compile_step  # noqa: E402
-from examples.cost import collectives  # noqa: E402
 from muon2_optax.kernels import hopper  # noqa: E402
 
 

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import Mesh
 
 from benchmarks import timing
-from examples.state import abstract_opt_state
+from examples.step import abstract_opt_state
 
 
 def compile_step(

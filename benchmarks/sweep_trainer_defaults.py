@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from examples.files import read_metrics
 from examples.pretrain import main
-from examples.records import read_metrics
 
 CENTRES = {"adamw": 0.004, "muon": 0.04, "muon2": 0.04, "muon2_f": 0.04}
 FACTORS = (0.5, 1.0, 2.0)

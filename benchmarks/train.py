@@ -19,11 +19,10 @@ import optax
 
 import muon2_optax as m2
 from benchmarks import record, timing
-from examples import hardware, optim, state, step
-from examples.config import Config, OptimConfig, RunConfig
-from examples.mesh import batch_sharding, make_mesh
-from examples.models import ModelConfig, flops_per_token, matrix_rules
-from examples.models.config import VOCAB_SIZES
+from examples import optim, step
+from examples.config import VOCAB_SIZES, Config, ModelConfig, OptimConfig, RunConfig
+from examples.mesh import batch_sharding, make_mesh, peak_flops
+from examples.models import make_model, matrix_rules, sizes
 
 NONE = "none"
 
@@ -34,8 +33,9 @@ class Contender:
     def __init__(self, name: str, config: Config, mesh: jax.sharding.Mesh):
         self.name, self.mesh = name, mesh
         vocab_size = VOCAB_SIZES[config.model.architecture]
-        graphdef, init = state.make_model(config.model, vocab_size)
-        params = state.abstract_params(init, mesh)
+        graphdef, init = make_model(config.model, vocab_size)
+        params = step.abstract_params(init, mesh)
+        self.flops = sizes(config.model, params).flops_per_token
         if name == NONE:
             transform: Any = optax.set_to_zero()
         else:
@@ -46,7 +46,7 @@ class Contender:
                 shardings=m2.Shardings.of(params) if mesh.size > 1 else None,
             )
             transform = plan.transform
-        abstract = state.abstract_state(transform, params, mesh, ema=False)
+        abstract = step.abstract_state(transform, params, mesh)
         parts = config.run.accumulate
         self.chunks = step.loss_chunks(config, vocab_size, mesh, parts)
         train_step = step.make_train_step(
@@ -63,7 +63,7 @@ class Contender:
 
         def start_state() -> Any:
             key = jax.random.key(0)
-            return state.initial_state(init, transform, abstract, key)
+            return step.initial_state(init, transform, abstract, key)
 
         self.start = start_state
         draw = jax.jit(jax.random.randint, static_argnums=(1, 2, 3), out_shardings=rows)
@@ -115,10 +115,9 @@ def main() -> None:
         loss_chunks=args.loss_chunks,
     )
     config = Config(model=model, run=run)
-    mesh = make_mesh(args.mesh)
+    mesh = make_mesh(args.mesh or "data=1")
     tokens = args.batch_size * model.seq_len
-    flops = tokens * flops_per_token(model, VOCAB_SIZES[model.architecture])
-    peak = hardware.peak_flops(mesh.size)
+    peak = peak_flops(mesh.size)
     with jax.set_mesh(mesh):
         made = []
         for name in args.optimizers.split(","):
@@ -145,7 +144,7 @@ def main() -> None:
             "optimizer": c.name,
             "ms": round(t, 3),
             "tokens_per_s": round(1e3 * tokens / t),
-            "mfu": peak and round(1e3 * flops / t / peak, 4),
+            "mfu": peak and round(1e3 * tokens * c.flops / t / peak, 4),
             "optimizer_share": round(1 - ms[NONE] / t, 4) if NONE in ms else None,
             "compile_s": round(c.compile_s, 1),
             "temp_mb": round(c.temp_mb, 1),

@@ -1,34 +1,46 @@
 """Checkpoints that survive a kill at any moment, a full disk and a damaged file.
 
 Orbax writes each into a temporary folder and renames it when all is on disk. Every
-checkpoint also holds a digest of its numbers, so that damage is noticed when it is
-read; then the one before it is taken.
+checkpoint also holds digests of its numbers, so that damage is noticed when it is
+read; training then takes the one before it.
 """
 
 import contextlib
 import logging
+import math
+import os
 import textwrap
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from examples import optim
-from examples.config import CHECKPOINT_FOLDER, Config
+from examples.config import Config
 from examples.files import WriteFailed
-from examples.flags import UserError
-from examples.folder import stored_config, stored_settings
 from examples.mesh import make_mesh
-from examples.state import TrainState, abstract_params, make_model
+from examples.models import make_model
+from examples.options import UserError, check
+from examples.runs import CHECKPOINT_FOLDER, stored_config, stored_settings
+from examples.step import TrainState, abstract_opt_state, abstract_params
 
-# Its warnings are about fallbacks that are no news here; errors reach us as exceptions.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
+# What they log of a damaged checkpoint reaches us as an exception as well.
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
+
+_PARTS = ("params", "opt_state")
+_COUNTERS = ("step", "skipped", "skipped_in_a_row")
 
 
-class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written; shown as one line, exit code 1."""
+class CheckpointFailed(UserError):
+    """A checkpoint could not be written."""
+
+    code = 1
 
 
 @jax.jit
@@ -45,29 +57,56 @@ def digest(tree: Any) -> jax.Array:
     return total
 
 
+@jax.jit
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every number of a tree is finite."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
 def _reason(error: BaseException) -> str:
     """One short line out of what Orbax raises."""
     text = str(error)
     for known in ("No space left on device", "File too large", "Disk quota exceeded"):
         if known in text:
             return known
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = textwrap.shorten(lines[0], 150, placeholder=" ...") if lines else ""
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
+    if "incompatible handler" in text or isinstance(error, OSError):
+        return "files of it are missing, cut short or unreadable"
+    return f"{type(error).__name__}: {textwrap.shorten(text, 150, placeholder=' ...')}"
 
 
-def _parts(state: TrainState) -> dict[str, Any]:
-    """The state under the names that it is stored by."""
-    parts = {
-        "params": state.params,
-        "opt_state": state.opt_state,
-        "counters": {
-            "step": state.step,
-            "skipped": state.skipped,
-            "skipped_in_a_row": state.skipped_in_a_row,
-        },
-    }
-    return parts if state.ema is None else parts | {"ema": state.ema}
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what libraries write to stderr about files that they cannot read."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a checkpoint, whose abstract values are given, and its counters.
+
+    Raises:
+      Exception: of many kinds, whatever is damaged; `ValueError` if its numbers are.
+    """
+    mesh = jax.tree.leaves(parts)[0].sharding.mesh
+    whole = NamedSharding(mesh, PartitionSpec())
+    count = jax.ShapeDtypeStruct((), jnp.uint32, sharding=whole)
+    names = [*_COUNTERS, *(f"{part}_digest" for part in _PARTS)]
+    with _quiet():
+        abstract = parts | {"counters": dict.fromkeys(names, count)}
+        found = manager.load_checkpointables(step, abstract)
+    for part in parts:
+        if int(digest(found[part])) != int(found["counters"][f"{part}_digest"]):
+            raise ValueError("its numbers are not those that were saved")
+    if not bool(all_finite(found["params"])):
+        raise ValueError("its parameters are not finite numbers")
+    return found
 
 
 class Store:
@@ -76,14 +115,19 @@ class Store:
     All processes of a run call the same methods in the same order.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, *, keep_best: bool = False):
         self._folder = folder.resolve()
         self._pending: tuple[int, Any] | None = None
-        newest: Any = ocp.training.preservation_policies.LatestN(keep)
+        kinds = ocp.training.preservation_policies
+        policies: list[Any] = [kinds.LatestN(keep)]
+        if keep_best:
+            best = {"n": 1, "keep_checkpoints_without_metrics": False}
+            policies.append(kinds.BestN(get_metric_fn=lambda m: -m["val_loss"], **best))
+        kept: Any = kinds.AnyPreservationPolicy(policies)
         try:
             self._manager = ocp.training.Checkpointer(
                 str(self._folder),
-                preservation_policy=newest,
+                preservation_policy=kept,
                 cleanup_tmp_directories=True,
             )
         except OSError as error:
@@ -93,6 +137,11 @@ class Store:
         """The complete checkpoints, oldest first."""
         return [checkpoint.step for checkpoint in self._manager.checkpoints]
 
+    def best_loss(self) -> float:
+        """The lowest validation loss of the complete checkpoints."""
+        metrics: list[Any] = [c.metrics for c in self._manager.checkpoints]
+        return min((m["val_loss"] for m in metrics if m), default=math.inf)
+
     def _fail(self, step: int, error: Exception) -> CheckpointFailed:
         kept = [known for known in self.steps() if known != step]
         after = f"the one of step {kept[-1]} is kept" if kept else "there is none yet"
@@ -101,16 +150,23 @@ class Store:
             f"{_reason(error)}; {after}; --resume goes on once that is put right"
         )
 
-    def save(self, state: TrainState) -> None:
-        """Begin to write a checkpoint; the arrays may be donated when this returns."""
+    def save(self, state: TrainState, val_loss: float | None = None) -> None:
+        """Begin to write a checkpoint; the arrays may be donated when this returns.
+
+        `val_loss` is that of this very step, if it is known.
+        """
         self.wait()
         step = int(state.step)
         if step in self.steps():
             return
-        parts = _parts(state)
-        parts["counters"]["digest"] = digest(state)
+        counters = {n: getattr(state, n).astype(jnp.uint32) for n in _COUNTERS}
+        parts = {name: getattr(state, name) for name in _PARTS}
+        counters |= {f"{name}_digest": digest(part) for name, part in parts.items()}
+        metrics: Any = None if val_loss is None else {"val_loss": val_loss}
         try:
-            written = self._manager.save_checkpointables_async(step, parts, force=True)
+            written = self._manager.save_checkpointables_async(
+                step, parts | {"counters": counters}, force=True, metrics=metrics
+            )
         except Exception as error:  # Orbax raises many kinds
             raise self._fail(step, error) from None
         self._pending = step, written
@@ -134,18 +190,6 @@ class Store:
             with contextlib.suppress(Exception):  # it repeats what `wait` has raised
                 self._manager.close()
 
-    def _read(self, step: int, abstract: TrainState) -> TrainState:
-        parts = _parts(abstract)
-        word = jax.ShapeDtypeStruct((), jnp.uint32, sharding=abstract.step.sharding)
-        parts["counters"]["digest"] = word
-        found = self._manager.load_checkpointables(step, parts)
-        counters = found.pop("counters")
-        expected = int(counters.pop("digest"))
-        state = TrainState(**({"ema": None} | found | counters))
-        if int(digest(state)) != expected:
-            raise ValueError("its numbers are not those that were saved")
-        return state
-
     def restore(self, abstract: TrainState) -> tuple[TrainState | None, list[str]]:
         """The newest readable state, placed as `abstract` says, and what was wrong.
 
@@ -153,13 +197,16 @@ class Store:
         are moved to a folder `damaged` beside this one.
         """
         bad: list[tuple[int, str]] = []
+        parts = {name: getattr(abstract, name) for name in _PARTS}
         for step in reversed(self.steps()):
             try:
-                state = self._read(step, abstract)
+                found = _read(self._manager, step, parts)
             except Exception as error:  # whatever is damaged raises its own kind
                 bad.append((step, _reason(error)))
                 continue
             self._set_aside([number for number, _ in bad])
+            counts = (found["counters"][name].astype(jnp.int32) for name in _COUNTERS)
+            state = TrainState(found["params"], found["opt_state"], *counts)
             return state, [f"checkpoint of step {n} skipped: {why}" for n, why in bad]
         if bad:
             step, why = bad[0]
@@ -175,8 +222,7 @@ class Store:
             place = self._folder.parent.parent / "damaged"
             place.mkdir(exist_ok=True)
             for step in steps:
-                target = place / f"{self._folder.name}-{step}"
-                number = 1
+                target, number = place / f"{self._folder.name}-{step}", 1
                 while target.exists():
                     number += 1
                     target = place / f"{self._folder.name}-{step}-{number}"
@@ -186,53 +232,85 @@ class Store:
 
 
 def load_params(
-    run_folder: str | Path, optimizer: str | None = None, step: int | None = None
-) -> tuple[Any, Config]:
-    """The parameters of a run, on one device, and the options that made them.
+    run_folder: str | Path,
+    optimizer: str | None = None,
+    step: str | int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    transform: Any = None,
+) -> tuple[Any, Config, Any]:
+    """The parameters of a run, and the options that made them.
 
     Args:
       run_folder: what `--out` named.
       optimizer: which of the run's optimizers; None: its only one.
-      step: which checkpoint; None: the newest one.
+      step: a number, None (the newest), or "best": of the lowest validation loss.
+      mesh: where they go; None: one device.
+      transform: the optimizer, to load its state as well.
 
     Returns:
-      The parameters (the averaged ones if the run has --ema), and the configuration.
+      The parameters, the configuration, and the optimizer's state or None.
+
+    Raises:
+      UserError: there is no such checkpoint, it cannot be read, its numbers are not
+        those that were saved, or they are not finite.
     """
     folder = Path(run_folder)
     config = stored_config(folder)
-    vocab_size = stored_settings(folder)["vocab_size"]
     names = [plan.name for plan in optim.plans(config.optim, config.run.steps)]
     if optimizer is None and len(names) == 1:
         (optimizer,) = names
-    if optimizer not in names:
-        said = "name one of its optimizers" if optimizer is None else f"no {optimizer}"
-        raise UserError(f"{folder}: {said} (it has {', '.join(names)})")
-    place = (folder / CHECKPOINT_FOLDER / optimizer).resolve()
-    if not place.is_dir():
-        raise UserError(f"{place}: no such folder; the run has no checkpoint yet")
-    _, init = make_model(config.model, vocab_size)
-    params = abstract_params(init, make_mesh("", jax.local_devices()[:1]))
-    name = "params" if config.run.ema is None else "ema"
+    said = "name one of its optimizers" if optimizer is None else f"no {optimizer}"
+    check(optimizer in names, f"{folder}: {said} (it has {', '.join(names)})")
+    place = (folder / CHECKPOINT_FOLDER / str(optimizer)).resolve()
+    check(place.is_dir(), f"{place}: no such folder; the run has no checkpoint yet")
+    mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
+    _, init = make_model(config.model, stored_settings(folder)["vocab_size"])
+    parts = {"params": abstract_params(init, mesh)}
+    if transform is not None:
+        opt_state = abstract_opt_state(transform, parts["params"], mesh)
+        parts["opt_state"] = opt_state
     with ocp.training.Checkpointer(str(place)) as manager:
-        steps = [checkpoint.step for checkpoint in manager.checkpoints]
-        if not steps or (step is not None and step not in steps):
-            which = f"of step {step} " if step is not None else ""
-            raise UserError(f"{place}: no checkpoint {which}(there: {steps or 'none'})")
-        chosen = steps[-1] if step is None else step
-        try:
-            return manager.load_checkpointables(chosen, {name: params})[name], config
-        except Exception as error:  # whatever is damaged raises its own kind
-            raise UserError(
-                f"{place}: the checkpoint of step {chosen} is unreadable "
-                f"({_reason(error)}); "
-                + _remedy(manager, {name: params}, [n for n in steps if n != chosen])
-            ) from None
+        known: dict[int, Any] = {c.step: c.metrics for c in manager.checkpoints}
+        losses = {n: m["val_loss"] for n, m in known.items() if m}
+        if step == "best":
+            check(bool(losses), f"{place}: no checkpoint with a validation loss")
+            step = min(losses, key=lambda n: losses[n])
+        chosen = max(known, default=None) if step is None else int(step)
+        which = f"of step {step} " if step is not None else ""
+        said = f"no checkpoint {which}(there: {sorted(known) or 'none'})"
+        check(chosen in known, f"{place}: {said}")
+        others = sorted(known.keys() - {chosen}, reverse=True)
+        reason, remedy = (
+            "",
+            "no other can be read: put back a copy of one, or train again",
+        )
+        for number in (chosen, *others):
+            try:
+                found = _read(manager, number or 0, parts)
+            except Exception as error:  # whatever is damaged raises its own kind
+                reason = reason or _reason(error)
+                continue
+            if number == chosen:
+                return found["params"], config, found.get("opt_state")
+            remedy = f"--step {number} can be read"
+            break
+    said = f"the checkpoint of step {chosen} is unreadable ({reason}); {remedy}"
+    raise UserError(f"{place}: {said}")
 
 
-def _remedy(manager: Any, abstract: dict[str, Any], others: list[int]) -> str:
-    """What to do about a damaged checkpoint: take the newest that can be read."""
-    for step in reversed(others):
-        with contextlib.suppress(Exception):
-            manager.load_checkpointables(step, abstract)
-            return f"--step {step} can be read"
-    return "no other can be read: put back a copy of one, or train again"
+def load_initial(
+    run_folder: str, optimizer: str, params: Any, transform: Any
+) -> tuple[Any, Any]:
+    """The parameters of --init-from and, given its transform, the optimizer's state.
+
+    `params` are the shapes of this run's parameters and where they live.
+    """
+    old = optim.plans(stored_config(Path(run_folder)).optim, steps=1)
+    name = optimizer if len(old) > 1 or transform is not None else None
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    found, _, opt_state = load_params(run_folder, name, mesh=mesh, transform=transform)
+    shapes = [jax.tree.map(lambda x: x.shape, tree) for tree in (params, found)]
+    said = "its parameters are not of the shapes of this run's model and vocabulary"
+    check(shapes[0] == shapes[1], f"--init-from {run_folder}: {said}")
+    return found, opt_state

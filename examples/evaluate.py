@@ -1,205 +1,231 @@
 """Zero-shot evaluation of a run: `python -m examples.evaluate --run RUN --task-data D`.
 
-Tasks are read from local files (`examples.evaluation.tasks`), or, with `--harness`, are
-those of lm-evaluation-harness, downloaded by it. Numbers are printed and appended to
-`evaluation.jsonl` in the run's folder.
+Log-likelihoods of continuations by the rules of lm-evaluation-harness 0.4
+(`TemplateLM._encode_pair` and `HFLM._loglikelihood_tokens`), so that scores are the
+same: context and continuation are tokenized as one text, spaces between them belong to
+the continuation, and a text longer than the model's window loses tokens on the left.
+Tasks are read from local files. Numbers are printed and appended to `evaluation.jsonl`
+in the run's folder.
 """
 
 import dataclasses
-import json
+import functools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from examples import flags
-from examples.flags import UserError, check, check_range, failed, option
+import numpy as np
+
+from examples import options
+from examples.options import Options, check, option
+from examples.tasks import TASKS, Score, measure, read_task
+
+if TYPE_CHECKING:
+    from examples.data.tokens import Tokenizer
+    from examples.trained import Model
 
 RECORD_FILE = "evaluation.jsonl"
+# A scored position counts as much as these tokens: with a vocabulary of 50,000 its
+# logits take 200 kB.
+_LOGITS_COST = 16
+_SHORTEST = 32, 8  # padded lengths of texts, and of what is scored of them
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Options):
     """Which run is evaluated on what."""
 
     run: str = option("", "folder of a training run")
     optimizer: str | None = option(None, "which of the run's optimizers, if several")
-    step: int | None = option(None, "the checkpoint of this step (default: the last)")
+    step: str | None = option(
+        None, "checkpoint: a step or 'best' (default: the newest)"
+    )
     tasks: str = option("all", "names joined by commas, or 'all' that are in the files")
     task_data: str | None = option(None, "folder of the task files")
-    limit: int = option(0, "only the first questions of each task (0: all)")
-    batch_tokens: int = option(16_384, "tokens that are scored at once")
-    harness: bool = option(
-        False, "use lm-evaluation-harness and its data (needs a network)"
-    )
+    limit: int = option(0, "only the first questions of each task (0: all)", "[0, ]")
+    batch_tokens: int = option(16_384, "tokens that are scored at once", "[1, ]")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(bool(self.run), "--run FOLDER is needed")
-        check_range(self, "limit", 0)
-        check_range(self, "batch_tokens", 1)
-        if self.harness:
-            check(self.tasks != "all", "--harness needs --tasks by name, as in mmlu")
-        else:
-            check(bool(self.task_data), "--task-data FOLDER is needed")
+        check(bool(self.task_data), "--task-data FOLDER is needed")
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What an evaluation needs of a trained model."""
+class Request(NamedTuple):
+    """Token ids to condition on (at least one) and token ids to score."""
 
-    logits_fn: Any  # a jax.tree_util.Partial over the parameters
-    tokenizer: Any
-    max_length: int
+    context: list[int]
+    continuation: list[int]
 
 
-def make_logits_fn(graphdef: Any, params: Any) -> Any:
-    """What `evaluation.scoring` takes, from a model's structure and its numbers."""
+def encode_pairs(
+    tokenizer: "Tokenizer", pairs: Sequence[tuple[str, str]]
+) -> list[Request]:
+    """Tokenize (context, continuation); an empty context becomes the end token."""
+    starts = [context.rstrip() for context, _ in pairs]
+    texts = [*starts, *(context + continuation for context, continuation in pairs)]
+    unique = list(dict.fromkeys(texts))
+    ids = tokenizer.encode([text.encode("utf-8") for text in unique])
+    table = {text: part.tolist() for text, part in zip(unique, ids)}
+    requests = []
+    for start, (context, continuation) in zip(starts, pairs):
+        rest = table[context + continuation][len(table[start]) :]
+        said = f"no token left to score in {continuation!r} after {context[-40:]!r}"
+        check(bool(rest), said)
+        requests.append(Request(table[start] or [tokenizer.end_id], rest))
+    return requests
+
+
+def bucket(length: int, shortest: int, longest: int) -> int:
+    """The padded length: one of few powers of two, or the longest of all."""
+    size = shortest
+    while size < length:
+        size *= 2 if shortest == _SHORTEST[0] else 4
+    return min(size, longest)
+
+
+@functools.cache
+def _score_step(graphdef: Any) -> Any:
+    """A function of tokens (B, L + 1) and positions (B, K): the log-probability of the
+    token after each position, and whether it is the likeliest one.
+
+    Most of a question is only read, and logits cost more than all the rest.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
-    def logits(
-        params: Any, tokens_BxL: jax.Array, positions_BxK: jax.Array
-    ) -> jax.Array:
+    @jax.jit
+    def step(params: Any, tokens_BxM: Any, positions_BxK: Any) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
-        x_BxLxD, _ = model.features(tokens_BxL)
+        x_BxLxD = model.features(tokens_BxM[:, :-1]).x_BxLxD
         x_BxKxD = jnp.take_along_axis(x_BxLxD, positions_BxK[..., None], axis=1)
-        return model.logits(x_BxKxD)
+        logits_BxKxV = model.logits(x_BxKxD)
+        target_BxK = jnp.take_along_axis(tokens_BxM, positions_BxK + 1, axis=1)
+        at_target = jnp.take_along_axis(logits_BxKxV, target_BxK[..., None], axis=-1)
+        log_prob_BxK = at_target[..., 0] - jax.nn.logsumexp(logits_BxKxV, axis=-1)
+        return log_prob_BxK, logits_BxKxV.argmax(axis=-1) == target_BxK
 
-    return jax.tree_util.Partial(logits, params)
-
-
-def load_model(config: EvaluateConfig) -> Model:
-    """The parameters and the tokenizer of a run."""
-    import jax
-
-    from examples.checkpoint import load_params
-    from examples.data import tokens as tok
-    from examples.state import make_model
-
-    folder = Path(config.run)
-    params, trained = load_params(folder, optimizer=config.optimizer, step=config.step)
-    file = folder / tok.FILE
-    if file.exists() or trained.data.tokenizer != "bytes" or trained.data.data:
-        tokenizer = tok.load_tokenizer(file)
-    else:
-        tokenizer = tok.ByteTokenizer()
-    graphdef, init = make_model(trained.model, tokenizer.vocab_size)
-    wanted, found = (
-        jax.tree.map(lambda x: x.shape, tree)
-        for tree in (jax.eval_shape(init, jax.random.key(0)), params)
-    )
-    check(wanted == found, f"{file}: not the tokenizer of these parameters")
-
-    return Model(make_logits_fn(graphdef, params), tokenizer, trained.model.seq_len)
+    return step
 
 
-def evaluate_files(
-    model: Model, config: EvaluateConfig
+def score(
+    model: "Model", requests: Sequence[Request], *, batch_tokens: int = 16_384
+) -> list[Score]:
+    """Score every request, in order, `batch_tokens` at a time.
+
+    A continuation longer than the model's window is scored in parts, each with all that
+    precedes it: the windows of the harness's rolling log-likelihood. Windows are padded
+    on the right, which a causal model does not see.
+    """
+    # (padded length, padded scored length) to (request, tokens, how many are scored)
+    groups: dict[tuple[int, int], list[tuple[int, list[int], int]]] = defaultdict(list)
+    longest = model.max_length
+    for number, (context, ids) in enumerate(requests):
+        for first in range(0, len(ids), longest):
+            part = ids[first : first + longest]
+            tokens = (context + ids[:first] + part)[-(longest + 1) :]
+            size = bucket(len(tokens) - 1, _SHORTEST[0], longest)
+            scored = bucket(len(part), _SHORTEST[1], size)
+            groups[size, scored].append((number, tokens, len(part)))
+    sums, greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
+    step = _score_step(model.graphdef)
+    for (size, scored), group in sorted(groups.items(), reverse=True):
+        rows = max(1, batch_tokens // max(size, _LOGITS_COST * scored))
+        for first in range(0, len(group), rows):
+            part = group[first : first + rows]
+            tokens_BxM = np.zeros((rows, size + 1), np.int32)
+            positions_BxK = np.zeros((rows, scored), np.int32)
+            for row, (_, tokens, count) in enumerate(part):
+                tokens_BxM[row, : len(tokens)] = tokens
+                start = len(tokens) - 1 - count
+                positions_BxK[row, :count] = np.arange(start, start + count)
+            found = step(model.params, tokens_BxM, positions_BxK)
+            log_prob, equal = map(np.asarray, found)
+            for row, (number, _, count) in enumerate(part):
+                sums[number] += log_prob[row, :count].sum(dtype=np.float64)
+                greedy[number] &= equal[row, :count].all()
+    check(bool(np.isfinite(sums).all()), "the model's logits are not finite numbers")
+    return [Score(float(s), bool(g)) for s, g in zip(sums, greedy)]
+
+
+def evaluate_tasks(
+    model: "Model",
+    folder: Path,
+    tasks: str = "all",
+    limit: int = 0,
+    batch_tokens: int = 16_384,
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
     """(task, questions, metrics) for each task, from local files."""
-    from examples.evaluation import scoring
-    from examples.evaluation.tasks import TASKS, measure, read_task
-
-    folder = Path(config.task_data or "")
-    names = [name.strip() for name in config.tasks.split(",")]
+    names = [name.strip() for name in tasks.split(",")]
     if names == ["all"]:
         names = [name for name, task in TASKS.items() if (folder / task.file).exists()]
-        known = ", ".join(task.file for task in TASKS.values())
-        check(bool(names), f"--task-data {folder}: no task file in it ({known})")
-    if unknown := [name for name in names if name not in TASKS]:
-        known = ", ".join(TASKS)
-        raise UserError(f"--tasks {','.join(unknown)}: unknown; there are {known}")
+        files = ", ".join(task.file for task in TASKS.values())
+        check(bool(names), f"--task-data {folder}: no task file in it ({files})")
+    unknown = ", ".join(name for name in names if name not in TASKS)
+    check(not unknown, f"--tasks {unknown}: unknown; there are {', '.join(TASKS)}")
     # All are read first: a broken file is named before hours of scoring.
-    read = {name: read_task(TASKS[name], folder, config.limit) for name in names}
+    read = {name: read_task(name, folder, limit) for name in names}
     for name, questions in read.items():
         pairs = [pair for question in questions for pair in question.pairs]
-        requests = scoring.encode_pairs(model.tokenizer, pairs)
-        sizes = {"max_length": model.max_length, "batch_tokens": config.batch_tokens}
-        scores = iter(scoring.score(model.logits_fn, requests, **sizes))
+        requests = encode_pairs(model.tokenizer, pairs)
+        scores = iter(score(model, requests, batch_tokens=batch_tokens))
         answers = [[next(scores) for _ in question.pairs] for question in questions]
         yield name, len(questions), measure(TASKS[name], questions, answers)
 
 
-def evaluate_harness(
-    model: Model, config: EvaluateConfig
-) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """(task, questions, metrics) for each task or group, by lm-evaluation-harness."""
-    try:
-        import lm_eval
-
-        from examples.evaluation.harness import HarnessModel
-    except ImportError as error:
-        raise UserError(
-            f"--harness: the package 'lm_eval' cannot be imported ({error}); "
-            "pip install lm_eval"
-        ) from None
-    adapter = HarnessModel(
-        model.logits_fn, model.tokenizer, model.max_length, config.batch_tokens
-    )
-    found = lm_eval.simple_evaluate(
-        model=adapter,
-        tasks=[name.strip() for name in config.tasks.split(",")],
-        limit=config.limit or None,
-    )
-    for name, values in found["results"].items():
-        metrics = {
-            key.removesuffix(",none"): float(value)
-            for key, value in values.items()
-            if key.endswith(",none") and isinstance(value, int | float)
-        }
-        count = found["n-samples"].get(name, {}).get("effective", 0)
-        yield name, count, metrics
-
-
-def _show(name: str, questions: int, metrics: dict[str, float]) -> str:
+def describe(metrics: dict[str, float]) -> str:
+    """Metrics and errors, accuracies in percent, and what guessing would give."""
     parts = []
     for key, value in metrics.items():
-        if key.endswith("_stderr"):
-            continue
-        scale = 1 if key == "perplexity" else 100
-        error = metrics.get(f"{key}_stderr", float("nan"))
-        parts.append(f"{key} {scale * value:6.2f} ± {scale * error:.2f}")
-    return f"{name:>16} {questions:6,}  " + "  ".join(parts)
+        if not key.endswith("_stderr"):
+            scale = 1 if key == "perplexity" else 100
+            error = metrics.get(f"{key}_stderr")
+            shown = "" if error is None else f" ± {scale * error:.2f}"
+            parts.append(f"{key} {scale * value:6.2f}{shown}")
+    return "  ".join(parts)
 
 
-def run(config: EvaluateConfig) -> dict[str, dict[str, float]]:
-    """Evaluate, print and record; returns the metrics of each task."""
-    model = load_model(config)
-    evaluate = evaluate_harness if config.harness else evaluate_files
-    results: dict[str, dict[str, float]] = {}
-    path = Path(config.run, RECORD_FILE)
-    begin = time.perf_counter()
-    for name, questions, metrics in evaluate(model, config):
-        print(_show(name, questions, metrics), flush=True)
-        record = {"kind": "zero_shot", "task": name, "questions": questions, **metrics}
-        record |= {
-            key: getattr(config, key)
-            for key in ("optimizer", "step", "limit", "harness")
-        }
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        results[name] = metrics
-    mean = sum(metrics.get("acc", 0.0) for metrics in results.values()) / len(results)
-    seconds = time.perf_counter() - begin
-    print(f"mean accuracy {100 * mean:.2f}; {seconds:.0f} s; record: {path}")
-    return results
+def _evaluate(config: EvaluateConfig) -> None:
+    """Evaluate, print and record."""
+    from examples.files import RecordFile, WriteFailed
+    from examples.trained import load_model
+
+    model = load_model(config.run, config.optimizer, config.step)
+    path, failed = Path(config.run, RECORD_FILE), None
+    settings = {key: getattr(config, key) for key in ("optimizer", "step", "limit")}
+    accuracies, begin = [], time.perf_counter()
+    for name, questions, metrics in evaluate_tasks(
+        model, Path(config.task_data or ""), config.tasks, config.limit,
+        config.batch_tokens,
+    ):  # fmt: skip
+        print(f"{name:>16} {questions:6,}  {describe(metrics)}", flush=True)
+        accuracies.append(metrics["acc"])
+        record = {"kind": "zero_shot", "task": name, "questions": questions}
+        try:
+            file = RecordFile(path)
+            file.write(record | metrics | settings)
+            file.close()
+        except WriteFailed as error:  # the other tasks are worth as much
+            failed = error
+    mean = sum(accuracies) / len(accuracies)
+    print(f"mean accuracy {100 * mean:.2f}; {time.perf_counter() - begin:.0f} s")
+    if failed is not None:
+        raise failed
+    print(f"record: {path}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate a run; returns the exit code (2: the user can fix it)."""
-    try:
-        options = flags.parse(
-            {"evaluate": EvaluateConfig},
-            argv,
-            prog="python -m examples.evaluate",
-            description="Zero-shot evaluation of a training run.",
-        )
-        run(options["evaluate"])
-    except UserError as error:
-        return failed("evaluate", error)
-    return 0
+    """Evaluate a run; returns the exit code."""
+
+    def run() -> None:
+        about = "Zero-shot evaluation of a training run."
+        _evaluate(options.parse_one(EvaluateConfig, argv, about))
+
+    return options.run_command("evaluate", run)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,27 @@
-"""Files that are there whole or not at all."""
+"""Files that survive a kill and a full disk: whole or not at all, line by line."""
 
 import contextlib
 import hashlib
+import json
 import os
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from examples.flags import UserError
+from examples.options import UserError, check
+
+Record = dict[str, Any]
+_CURVE = ("optimizer", "step", "tokens", "seconds", "loss")
+# What the trainer and the plots read out of a record, by its kind.
+_NEEDED = {"train": _CURVE, "eval": _CURVE, "skipped": ("optimizer", "step")}
+_NEEDED |= {"resumed": ("optimizer", "step"), "result": ("optimizer", "steps")}
 
 
 class WriteFailed(UserError):
     """A file could not be written, the disk being full, say."""
+
+    code = 1
 
     def __init__(self, path: Path, error: OSError):
         super().__init__(f"{path} could not be written: {error.strerror or error}")
@@ -36,13 +46,112 @@ def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name itself
+        finally:
+            os.close(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise WriteFailed(path, error) from None
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself
-    finally:
-        os.close(folder)
     return sha.hexdigest()
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as JSON, atomically, with a checksum."""
+    text = json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
+    write_atomically(path, [text.encode()])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote, to the last digit; anything else is a `UserError`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        same = content.pop("checksum", "") == _checksum(content)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: damaged ({error}); put back a copy of it") from None
+    said = "altered or damaged (its checksum is another); put back a copy of it"
+    check(same, f"{path}: {said}")
+    return content
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All records of one JSONL file; a last line cut off by a kill is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line.decode())
+            missing = [k for k in _NEEDED.get(record["kind"], ()) if k not in record]
+            if missing:
+                raise ValueError(f"no {missing[0]!r} in it")
+        except (ValueError, TypeError, KeyError) as error:
+            said = f"{path}: line {number} is damaged ({error}); put back a copy"
+            raise UserError(f"{said} of the file, or remove the line") from None
+        records.append(record)
+    return records
+
+
+class RecordFile:
+    """Appends records, each at once and whole, so that a kill cannot take it back."""
+
+    def __init__(self, path: Path, *, new: bool = False):
+        self._path = path
+        try:
+            if new:
+                path.touch(exist_ok=False)
+            self._file = path.open("ab", buffering=0)
+            # A last line that a kill cut off goes: the next would be joined to it.
+            self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        except OSError as error:
+            raise WriteFailed(path, error) from None
+
+    def write(self, record: Record) -> None:
+        """Append one record; if that fails, the file is as it was before."""
+        if self._file.closed:
+            return
+        before = os.fstat(self._file.fileno()).st_size
+        rest = memoryview((json.dumps(record) + "\n").encode())
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise WriteFailed(self._path, error) from None
+
+    def rewind(self, keep: Callable[[Record], bool]) -> list[Record]:
+        """Drop the records that `keep` refuses; returns those that stay.
+
+        A run that goes on from a checkpoint will write them once more.
+        """
+        found = read_metrics(self._path)
+        records = [record for record in found if keep(record)]
+        if len(records) < len(found):
+            lines = [(json.dumps(record) + "\n").encode() for record in records]
+            write_atomically(self._path, lines)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+        return records
+
+    def sync(self) -> None:
+        """Return when the records so far would survive a power failure."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise WriteFailed(self._path, error) from None
+
+    def close(self) -> None:
+        """Let go of the file; nothing is left to be written."""
+        with contextlib.suppress(OSError):
+            self._file.close()

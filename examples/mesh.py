@@ -1,4 +1,4 @@
-"""Devices as a mesh, and which axis of it divides which array.
+"""Devices: what they can do, how they form a mesh, which axis divides which array.
 
 Four axes are known: `data` repeats parameters and divides batches, `fsdp` divides both,
 `expert` divides the experts of an MoE and batches, `tensor` divides matrices inside.
@@ -7,20 +7,23 @@ derives the communication.
 """
 
 import math
+import platform
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import flax
 import jax
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from examples.flags import UserError
+from examples.options import UserError, check
 
 # XLA's flag for imagined CPU devices.
 CPU_COUNT = "--xla_force_host_platform_device_count"
 # From the slowest links to the fastest: neighbours share the axis that comes last.
 AXES = ("data", "fsdp", "expert", "tensor")
-_BATCH_AXES = ("data", "fsdp", "expert")
+BATCH = ("data", "fsdp", "expert")  # an entry of `constrain`: the dimension of rows
 
 # Path of a parameter to the axes of its last dimensions; the first match wins, and what
 # matches nothing (norms, biases, routers) is on every device. Dimensions in front,
@@ -41,29 +44,25 @@ def parse(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = part.partition("=")
-        if name not in AXES:
-            raise UserError(f"--mesh: no axis {name!r} (known: {', '.join(AXES)})")
-        if name in sizes:
-            raise UserError(f"--mesh: axis {name} is given twice")
-        try:
-            sizes[name] = int(number)
-        except ValueError:
-            raise UserError(f"--mesh: want {name}=NUMBER, got {part!r}") from None
-        if sizes[name] < 1 and sizes[name] != -1:
-            raise UserError(f"--mesh: {name} must be at least 1, or -1 for the rest")
-    if list(sizes.values()).count(-1) > 1:
-        raise UserError("--mesh: only one axis can be -1")
+        check(name in AXES, f"--mesh: no axis {name!r} (known: {', '.join(AXES)})")
+        check(name not in sizes, f"--mesh: axis {name} is given twice")
+        whole = number.removeprefix("-").isdecimal()
+        check(whole, f"--mesh: want {name}=NUMBER, got {part!r}")
+        sizes[name] = int(number)
+        positive = sizes[name] >= 1 or sizes[name] == -1
+        check(positive, f"--mesh: {name} must be at least 1, or -1 for the rest")
+    check([*sizes.values()].count(-1) <= 1, "--mesh: only one axis can be -1")
     return sizes
 
 
 def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh from text such as `fsdp=8,tensor=2`; empty text is one device.
+    """A mesh from text such as `fsdp=8,tensor=2`; without text, `data=-1`.
 
     Fewer devices than there are may be named, except where several processes would then
     hold none.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = parse(text) or {"data": 1}
+    sizes = parse(text or "data=-1")
     count = math.prod(size for size in sizes.values() if size != -1)
     for name, size in sizes.items():
         if size == -1:
@@ -71,28 +70,13 @@ def make_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
             count *= sizes[name]
     several_processes = len({device.process_index for device in devices}) > 1
     if count > len(devices) or (several_processes and count < len(devices)):
-        hint = ""
+        said = f"--mesh {text} takes {count} devices, here are {len(devices)}"
         if devices[0].platform == "cpu":
-            hint = f" (XLA_FLAGS={CPU_COUNT}={count} imagines so many CPUs)"
-        raise UserError(
-            f"--mesh {text or 'of one device'} takes {count} devices, "
-            f"here are {len(devices)}; name another --mesh{hint}"
-        )
+            said += f" (XLA_FLAGS={CPU_COUNT}={count} imagines so many CPUs)"
+        raise UserError(f"{said}; name another --mesh")
     names = [name for name in AXES if name in sizes]
-    return jax.make_mesh(
-        [sizes[name] for name in names],
-        names,
-        axis_types=(AxisType.Auto,) * len(names),
-        devices=devices[:count],
-    )
-
-
-def _spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    for pattern, names in _RULES:
-        if re.search(pattern, path):
-            whole = (None,) * (len(shape) - len(names))
-            return _fitting(mesh, shape, (*whole, *names))
-    return PartitionSpec()
+    auto, shape = (AxisType.Auto,) * len(names), [sizes[name] for name in names]
+    return jax.make_mesh(shape, names, axis_types=auto, devices=devices[:count])
 
 
 def _fitting(mesh: Any, shape: tuple[int, ...], names: Sequence[Any]) -> PartitionSpec:
@@ -116,33 +100,59 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
 
     def place(path: Any, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return NamedSharding(mesh, _spec(name, leaf.shape, mesh))
+        axes = next((axes for rule, axes in _RULES if re.search(rule, name)), ())
+        whole = (None,) * (leaf.ndim - len(axes))
+        return NamedSharding(mesh, _fitting(mesh, leaf.shape, (*whole, *axes)))
 
     return jax.tree_util.tree_map_with_path(place, params)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows over every axis but `tensor`."""
-    axes = tuple(axis for axis in _BATCH_AXES if axis in mesh.shape)
+    axes = tuple(axis for axis in BATCH if axis in mesh.shape)
     return NamedSharding(mesh, PartitionSpec(axes) if axes else PartitionSpec())
-
-
-BATCH = _BATCH_AXES  # an entry of `constrain`: the dimension of rows
-
-
-def on_mesh() -> bool:
-    """Whether an ambient mesh (`jax.set_mesh`) of several devices is there."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape.values()) > 1
 
 
 def constrain(x: jax.Array, *names: Any) -> jax.Array:
     """Say which mesh axes divide the dimensions of an activation.
 
-    Does nothing without an ambient mesh; axes that the mesh lacks, or that do not
-    divide a dimension, are left out.
+    Does nothing without an ambient mesh (`jax.set_mesh`); axes that it lacks, or that
+    do not divide a dimension, are left out.
     """
-    if not on_mesh():
-        return x
     mesh = jax.sharding.get_abstract_mesh()
+    if math.prod(mesh.shape.values()) <= 1:
+        return x
     return jax.lax.with_sharding_constraint(x, _fitting(mesh, x.shape, names))
+
+
+# Dense bfloat16 FLOP/s of one device, by a part of its `device_kind`, from the vendors'
+# data sheets: NVIDIA H100 SXM, H200 and A100, Google Cloud TPU v4 to v6e.
+_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "TPU v4": 275e12}
+_PEAKS |= {"TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6": 918e12}
+
+
+def peak_flops(devices: int) -> float | None:
+    """FLOP/s that so many devices together could reach; None if unknown."""
+    kind = jax.devices()[0].device_kind
+    peak = next((peak for name, peak in _PEAKS.items() if name in kind), None)
+    return None if peak is None else peak * devices
+
+
+def peak_memory() -> float | None:
+    """Most GiB that a device of this process has held; None where nobody counts."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    used = max(entry.get("peak_bytes_in_use", 0) for entry in stats)
+    return used / 2**30 if used else None
+
+
+def environment() -> dict[str, Any]:
+    """What a reader of the records must know about the machine."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+        "processes": jax.process_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "optax": optax.__version__,
+    }

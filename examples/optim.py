@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 import muon2_optax as m2
 from examples.config import OptimConfig
-from examples.flags import UserError
+from examples.options import UserError, check
 from muon2_optax.optimizers import NS_STEPS
 
 # Peak learning rates at the default model and length, each the best of a sweep over the
@@ -33,6 +32,7 @@ _OVERRIDES = (
     *("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov"),
     *("shape_scale", "mu_dtype"),
 )
+_DECAYS = ("weight_decay", "adam_weight_decay")
 _UNDECAYED = re.compile(r"norm|scale|bias")
 
 
@@ -59,18 +59,16 @@ def adamw(
     """The AdamW baseline; `weight_decay` acts on the same matrices as in Muon."""
     labels = (rules or m2.MatrixRules()).labels
 
-    def matrices(params: optax.Params) -> Any:
-        return jax.tree.map(lambda label: label == "matrix", labels(params))
+    def mask(wanted: str, params: optax.Params) -> Any:
+        def chosen(may: bool, label: str) -> bool:
+            return label == wanted and (may or label == "matrix")
 
-    def others(params: optax.Params) -> Any:
-        both = zip(jax.tree.leaves(decayed(params)), jax.tree.leaves(matrices(params)))
-        chosen = [may and not matrix for may, matrix in both]
-        return jax.tree.unflatten(jax.tree.structure(params), chosen)
+        return jax.tree.map(chosen, decayed(params), labels(params))
 
     return optax.chain(
         optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
-        optax.add_decayed_weights(weight_decay, matrices),
-        optax.add_decayed_weights(adam_weight_decay, others),
+        optax.add_decayed_weights(weight_decay, partial(mask, "matrix")),
+        optax.add_decayed_weights(adam_weight_decay, partial(mask, "adam")),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -110,32 +108,23 @@ class Plan:
     transform: optax.GradientTransformation
     schedule: optax.Schedule
 
-    def rates(self, steps: int) -> np.ndarray:
-        """The learning rate of every step, on the host."""
-        return np.asarray(jax.vmap(self.schedule)(np.arange(steps)))
-
 
 def _select(config: OptimConfig) -> list[str]:
+    """The names of `--optimizer`.
+
+    An option that none of them has would be ignored: that is an error.
+    """
     known = factories()
-    if config.names() == ("all",):
-        return list(known)
-    for name in config.names():
-        if name not in known:
-            raise UserError(
-                f"--optimizer: unknown name {name!r} (known: {', '.join(known)}, all)"
-            )
-    return list(config.names())
-
-
-def _check_overrides(config: OptimConfig, names: list[str]) -> None:
-    """An option that no chosen optimizer has would be ignored: that is an error."""
-    accepted = {
-        key for name in names for key in inspect.signature(factories()[name]).parameters
-    }
+    names = list(known) if config.names() == ("all",) else list(config.names())
+    for name in names:
+        listed = f"(known: {', '.join(known)}, all)"
+        check(name in known, f"--optimizer: unknown name {name!r} {listed}")
+    accepted = {key for n in names for key in inspect.signature(known[n]).parameters}
     for key in (*_OVERRIDES, "adam_learning_rate"):
-        if getattr(config, key) is not None and key not in accepted:
-            flag = "--" + key.replace("_", "-")
-            raise UserError(f"{flag} does not apply to {', '.join(names)}")
+        applies = getattr(config, key) is None or key in accepted
+        flag = "--" + key.replace("_", "-")
+        check(applies, f"{flag} does not apply to {', '.join(names)}")
+    return names
 
 
 def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> Plan:
@@ -143,21 +132,10 @@ def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> 
     parameters = inspect.signature(factory).parameters
     peak = config.learning_rate or LEARNING_RATES.get(name, FALLBACK_LEARNING_RATE)
     shaped = partial(schedule, steps=steps, config=config)
-    chosen = {key: getattr(config, key) for key in _OVERRIDES}
-    chosen |= given | {
-        "weight_decay": config.weight_decay,
-        "adam_weight_decay": config.adam_weight_decay,
-        "weight_decay_mask": decayed,
-    }
-    adam_peak = None
-    if "adam_learning_rate" in parameters:
-        adam_peak = config.adam_learning_rate or ADAM_LEARNING_RATE
-        chosen |= {
-            "adam_learning_rate": shaped(adam_peak),
-            "adam_b1": ADAM_B1,
-            "adam_b2": ADAM_B2,
-            "adam_eps": ADAM_EPS,
-        }
+    adam_peak = config.adam_learning_rate or ADAM_LEARNING_RATE
+    chosen = {key: getattr(config, key) for key in (*_OVERRIDES, *_DECAYS)} | given
+    chosen |= {"weight_decay_mask": decayed, "adam_learning_rate": shaped(adam_peak)}
+    chosen |= {"adam_b1": ADAM_B1, "adam_b2": ADAM_B2, "adam_eps": ADAM_EPS}
     keywords: dict[str, Any] = {
         key: value
         for key, value in chosen.items()
@@ -176,7 +154,7 @@ def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> 
     return Plan(
         name=name,
         learning_rate=peak,
-        adam_learning_rate=adam_peak,
+        adam_learning_rate=adam_peak if "adam_learning_rate" in parameters else None,
         ns_steps=used("ns_steps") or NS_STEPS.get(name),
         nesterov=used("nesterov"),
         transform=optax.chain(clip, optimizer),
@@ -191,15 +169,22 @@ def plans(
     rules: m2.MatrixRules | None = None,
     shardings: m2.Shardings | None = None,
 ) -> list[Plan]:
-    """The optimizers to compare, in the order of the option.
+    """The optimizers to compare, in the order of the option, for so many steps.
 
-    Args:
-      config: their options.
-      steps: length of the run, for the schedules.
-      rules: which parameters are matrices.
-      shardings: where parameters live, for the optimizers that divide their work.
+    `rules` say which parameters are matrices, `shardings` where parameters live, for
+    the optimizers that divide their work.
     """
-    names = _select(config)
-    _check_overrides(config, names)
     given = {"rules": rules, "shardings": shardings}
-    return [_plan(name, config, steps, given) for name in names]
+    return [_plan(name, config, steps, given) for name in _select(config)]
+
+
+def at_schedule_start(opt_state: optax.OptState) -> optax.OptState:
+    """The state of an optimizer with its learning-rate schedules begun anew."""
+
+    def is_schedule(part: Any) -> bool:
+        return isinstance(part, optax.ScaleByScheduleState)
+
+    def begin(part: Any) -> Any:
+        return part._replace(count=part.count * 0) if is_schedule(part) else part
+
+    return jax.tree.map(begin, opt_state, is_leaf=is_schedule)

@@ -1,7 +1,7 @@
 """Figures of runs: `python -m examples.plot RUN... [--out FILE]`.
 
-Loss of training and validation against tokens and against time; of a sweep, the final
-loss against what it varies as well.
+Losses against tokens and against time, learning rates and gradient norms; of a sweep,
+the final losses against what it varies as well.
 """
 
 import argparse
@@ -11,21 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display is needed, or touched
-
-from matplotlib import pyplot as plt  # noqa: E402
-
-from examples.config import METRICS_FILE  # noqa: E402
-from examples.files import WriteFailed  # noqa: E402
-from examples.flags import UserError, failed  # noqa: E402
-from examples.records import read_metrics  # noqa: E402
+from examples import options
+from examples.files import WriteFailed, read_metrics
+from examples.options import UserError, check
+from examples.runs import METRICS_FILE
 
 SWEEP_FILE = "sweep.json"
 Records = list[dict[str, Any]]
-_KINDS = {"train": "training loss", "eval": "validation loss"}
-_AXES = {"tokens": "tokens", "seconds": "seconds of training"}
+
+
+def _pyplot() -> Any:
+    import matplotlib  # takes a moment
+
+    matplotlib.use("Agg")  # no display is needed, or touched
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def curves(folders: Sequence[Path]) -> dict[str, dict[str, Records]]:
@@ -33,49 +34,71 @@ def curves(folders: Sequence[Path]) -> dict[str, dict[str, Records]]:
     found: dict[str, dict[str, Records]] = {}
     for folder in folders:
         paths = sorted(folder.rglob(METRICS_FILE))
-        if not paths:
-            raise UserError(f"{folder}: no {METRICS_FILE} in it")
+        check(bool(paths), f"{folder}: no {METRICS_FILE} in it")
         for path in paths:
-            records = [r for r in read_metrics(path) if r["kind"] in _KINDS]
             parts = [folder.name] if len(folders) > 1 else []
-            parts += path.parent.relative_to(folder).parts
-            for name in dict.fromkeys(r["optimizer"] for r in records):
-                mine = [r for r in records if r["optimizer"] == name]
-                found[" ".join(["/".join(parts), name]).strip()] = {
-                    kind: [r for r in mine if r["kind"] == kind and r["loss"]]
-                    for kind in _KINDS
-                }
+            label = "/".join([*parts, *path.parent.relative_to(folder).parts])
+            for record in read_metrics(path):
+                if record["kind"] in ("train", "eval") and record["loss"]:
+                    name = f"{label} {record['optimizer']}".strip()
+                    kinds = found.setdefault(name, {"train": [], "eval": []})
+                    kinds[record["kind"]].append(record)
     return found
 
 
-def plot_runs(folders: Sequence[Path], target: Path) -> Path:
-    """Write a figure of losses over tokens and over time to `target`."""
-    figure, grid = plt.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and of up to `window` - 1 before it."""
+    ends = range(1, len(values) + 1)
+    parts = (values[max(0, end - window) : end] for end in ends)
+    return [sum(part) / len(part) for part in parts]
+
+
+def plot_runs(folders: Sequence[Path], target: Path, window: int = 0) -> Path:
+    """Write a figure of the runs below the folders to `target`.
+
+    Training losses and norms are means over `window` records; 0: a fiftieth of the
+    curve. Validation losses are in bits per byte where runs differ in their tokens.
+    """
     found = curves(folders)
-    for row, (key, unit) in zip(grid, _AXES.items(), strict=True):
-        for axis, (kind, title) in zip(row, _KINDS.items(), strict=True):
-            for label, records in found.items():
-                places = [r[key] for r in records[kind]]
-                losses = [r["loss"] for r in records[kind]]
-                marker = "o" if kind == "eval" else ""
-                axis.plot(places, losses, marker=marker, ms=4, lw=1.3, label=label)
-            axis.set(title=title, xlabel=unit, ylabel="nats per token")
-            axis.grid(alpha=0.3)
-            if axis.lines:
-                axis.legend(fontsize="small")
+    last = [r for kinds in found.values() for r in kinds["eval"][-1:]]
+    ratios = {round(r.get("bits_per_byte", 0) / r["loss"], 3) for r in last}
+    measure = ("bits_per_byte", "bits per byte"), ("loss", "nats per token")
+    measure = measure[len(ratios) == 1]
+    panels = (
+        ("validation loss", "eval", "tokens", *measure),
+        ("validation loss", "eval", "seconds", *measure),
+        ("training loss", "train", "tokens", "loss", "nats per token"),
+        ("training loss", "train", "seconds", "loss", "nats per token"),
+        ("learning rate", "train", "tokens", "learning_rate", ""),
+        ("gradient norm, before clipping", "train", "tokens", "grad_norm", ""),
+    )
+    figure, grid = _pyplot().subplots(3, 2, figsize=(11, 11), constrained_layout=True)
+    for axis, (title, kind, over, key, label) in zip(grid.flat, panels, strict=True):
+        for name, kinds in found.items():
+            records = [r for r in kinds[kind] if r.get(key) is not None]
+            values, marker = [r[key] for r in records], "o"
+            if kind == "train":
+                wide, marker = window or max(1, len(values) // 50), ""
+                values = smoothed(values, 1 if key == "learning_rate" else wide)
+            places = [r[over] for r in records]
+            axis.plot(places, values, marker=marker, ms=4, lw=1.3, label=name)
+        axis.set(title=title, xlabel=over, ylabel=label)
+        axis.grid(alpha=0.3)
+    grid[0, 0].legend(fontsize="small")
     return _write(figure, target)
 
 
 def plot_sweep(summary: dict[str, Any], target: Path) -> Path:
     """Write a figure of the final validation losses of a sweep to `target`."""
-    figure, axis = plt.subplots(figsize=(6, 4), constrained_layout=True)
-    rows = summary["rows"]
-    numeric = all(isinstance(entry["row"], int | float) for entry in rows)
-    for column in dict.fromkeys(entry["column"] for entry in rows):
-        mine = [r for r in rows if r["column"] == column and r["val_loss"] is not None]
-        places = [r["row"] if numeric else str(r["row"]) for r in mine]
-        axis.plot(places, [r["val_loss"] for r in mine], marker="o", label=column)
-    if numeric and all(entry["row"] > 0 for entry in rows):
+    figure, axis = _pyplot().subplots(figsize=(6, 4), constrained_layout=True)
+    cells = [cell for cell in summary["cells"] if cell["mean"] is not None]
+    numeric = all(isinstance(cell["row"], int | float) for cell in cells)
+    for column in dict.fromkeys(cell["column"] for cell in cells):
+        mine = [cell for cell in cells if cell["column"] == column]
+        places = [cell["row"] if numeric else str(cell["row"]) for cell in mine]
+        means, errors = ([cell[key] for cell in mine] for key in ("mean", "deviation"))
+        axis.errorbar(places, means, errors, marker="o", capsize=3, label=column)
+    if numeric and all(cell["row"] > 0 for cell in cells):
         axis.set_xscale("log")
     axis.set(xlabel=summary["varied"], ylabel="validation loss, nats per token")
     axis.grid(alpha=0.3)
@@ -89,36 +112,35 @@ def _write(figure: Any, target: Path) -> Path:
     except OSError as error:
         raise WriteFailed(target, error) from None
     finally:
-        plt.close(figure)
+        _pyplot().close(figure)
     return target
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    path = folder / SWEEP_FILE
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        return {"rows": summary["rows"], "varied": summary["varied"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: unreadable ({error!r}); sweep again") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.plot", description=__doc__
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", default=["runs"], help="folders with runs")
-    parser.add_argument("--out", help="the figure (default: loss.png in the folder)")
-    options = parser.parse_args(argv)
-    folders = [Path(name) for name in options.runs]
-    try:
-        print(plot_runs(folders, Path(options.out or folders[0] / "loss.png")))
-        for folder in folders:
-            if (folder / SWEEP_FILE).exists():
-                print(plot_sweep(_summary(folder), folder / "sweep.png"))
-    except UserError as error:
-        return failed("plot", error)
-    return 0
+    text = "the figure (default: loss.png in the folder; comparison.png of several)"
+    parser.add_argument("--out", help=text)
+    text = "records that a mean is taken over"
+    parser.add_argument("--smooth", type=int, default=0, help=text)
+
+    def run() -> None:
+        given = parser.parse_args(argv)
+        folders = [Path(name) for name in given.runs]
+        alone, several = folders[0] / "loss.png", Path("comparison.png")
+        target = Path(given.out) if given.out else several if folders[1:] else alone
+        print(plot_runs(folders, target, given.smooth))
+        for path in (folder / SWEEP_FILE for folder in folders):
+            if path.exists():
+                try:
+                    summary = json.loads(path.read_text(encoding="utf-8"))
+                    print(plot_sweep(summary, path.with_name("sweep.png")))
+                except (ValueError, KeyError, TypeError) as error:
+                    said = f"{path}: unreadable ({error!r}); sweep again"
+                    raise UserError(said) from None
+
+    return options.run_command("plot", run)
 
 
 if __name__ == "__main__":

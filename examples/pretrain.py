@@ -1,44 +1,181 @@
 """Train a language model on real text and compare optimizers.
 
-Run `python -m examples.pretrain` without arguments for a comparison that ends within
-three minutes on two CPU cores, or with `--help` for all options.
+Run `python -m examples.pretrain` without arguments for a comparison that takes minutes
+on two CPU cores, or with `--help` for all options.
 
 Exit codes: 0 finished, 1 training or saving failed, 2 the options are at fault, and
 128 + n after signal n (143: SIGTERM, 130: Ctrl-C), with a checkpoint to --resume from.
 """
 
+import contextlib
+import dataclasses
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from examples.config import parse
-from examples.flags import UserError, failed
+from examples import options, runs
+from examples.config import Config
+from examples.options import UserError
+
+if TYPE_CHECKING:
+    from examples.report import Report
+    from examples.setup import Setup
+
+
+class OutOfMemory(UserError):
+    """A device cannot hold what a step needs."""
+
+    code = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer; returns the exit code."""
-    try:
-        config = parse(argv)
-    except UserError as error:
-        return failed("pretrain", error)
+    return options.run_command("pretrain", lambda: _pretrain(argv))
+
+
+def _pretrain(argv: Sequence[str] | None) -> None:
+    """A run from its options to its table."""
+    begin = time.perf_counter()
+    config = runs.read_options(argv)
     # Imported late: a bad option is reported without waiting for JAX.
-    from examples import checkpoint, files, loop, runs, signals
+    import jax
+
+    from examples import optim, plot, setup, train
+    from examples.data import loader
+    from examples.report import Report
+
+    optim.plans(config.optim, config.run.steps)  # bad names are refused at once
+    config = _settle_devices(config)
+    data = loader.load(config)
+    folder = runs.claim_folder(config)
+    first = jax.process_index() == 0
+    with contextlib.ExitStack() as stack, _advice_for_full_memory():
+        if first:
+            stack.enter_context(runs.locked(folder))
+        made = setup.prepare(config, data)
+        done = _earlier_results(config, folder)  # before anything is written
+        vocab_size, digest = data.tokenizer.vocab_size, data.about["digest"]
+        changes = runs.store_settings(folder, config, vocab_size, digest, write=first)
+        plans = made.plans()
+        names = [plan.name for plan in plans]
+        report = stack.enter_context(Report(config, folder, names))
+        received = stack.enter_context(train.signals())
+        stack.enter_context(jax.set_mesh(made.mesh))
+        _describe(made, report, changes)
+        results = []
+        for plan in plans:
+            result = done.get(plan.name)
+            results.append(result or train.train(made, plan, report, folder, received))
+        if first:
+            figure = plot.plot_runs([folder], folder / "loss.png")
+            report.table(results, figure, time.perf_counter() - begin)
+
+
+def _settle_devices(config: Config) -> Config:
+    """What must be done before JAX looks for its devices; the options that follow."""
+    import jax
+
+    if config.run.deterministic:  # bit-identical continuation on GPUs
+        # Their fastest operations add in any order, cuDNN's backward pass among them.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+        model = dataclasses.replace(config.model, attention="xla")
+        config = dataclasses.replace(config, model=model)
+    if config.run.distributed and not jax.distributed.is_initialized():
+        # JAX itself reads the coordinator's address, and asks launchers that it knows.
+        names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        try:
+            count, number = (
+                int(os.environ[name]) if name in os.environ else None for name in names
+            )
+            jax.distributed.initialize(num_processes=count, process_id=number)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"--distributed: {error} (start one process a host with Slurm, Open "
+                "MPI or on a TPU pod, which JAX asks for the others; elsewhere set "
+                "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
+                "JAX_PROCESS_ID for each)"
+            ) from None
+    return config
+
+
+@contextlib.contextmanager
+def _advice_for_full_memory() -> Generator[None]:
+    import jax
 
     try:
-        runs.run(config)
-    except (
-        loop.TrainingStopped,
-        checkpoint.CheckpointFailed,
-        files.WriteFailed,
-    ) as error:
-        return failed("pretrain", error, 1)
-    except UserError as error:
-        return failed("pretrain", error)
-    except signals.Interrupted as stopped:
-        print(f"pretrain: {stopped}", file=sys.stderr)
-        return stopped.code
-    except KeyboardInterrupt:
-        return failed("pretrain", "interrupted", 130)
-    return 0
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            said = str(error).strip().split("\n")[0][:200]
+            raise OutOfMemory(
+                f"out of memory ({said}): try a smaller --batch-size, --accumulate 2 "
+                "or more, --remat full, or a --mesh of more devices"
+            ) from None
+        raise
+
+
+def _earlier_results(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
+    """Of the optimizers that had finished before this run went on."""
+    from examples.files import read_metrics
+
+    path = folder / runs.METRICS_FILE
+    records = read_metrics(path) if path.exists() else []
+    done = [r for r in records if r["kind"] == "result"]
+    return {r["optimizer"]: r for r in done if r["steps"] == config.run.steps}
+
+
+def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
+    """Say what is about to be trained on what, and write down what a reader needs.
+
+    `changes`: what is not as it was when the run was begun.
+    """
+    import jax
+
+    from examples.data.tokens import FILE
+    from examples.files import write_atomically
+    from examples.mesh import environment
+    from examples.models import matrix_rules, sizes
+
+    config, data, text = setup.config, setup.data, setup.data.about
+    run, model, counts = config.run, config.model, sizes(config.model, setup.params)
+    some = f" ({counts.active:,} active)" if counts.active < counts.parameters else ""
+    tokens = run.steps * run.batch_size * model.seq_len
+    epochs = tokens / (data.train.windows * model.seq_len)
+    mesh = ", ".join(f"{name}={size}" for name, size in setup.mesh.shape.items())
+    report.say(f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}")
+    for name in ("train", "val"):
+        report.say(
+            f"  {name} " + ", ".join(f"{n:,} {k}" for k, n in text[name].items())
+        )
+    report.say(
+        *(f"  {note}" for note in text["notes"]),
+        f"model: {model.model}, {counts.parameters:,} parameters{some}, {model.dtype}, "
+        f"vocabulary {data.tokenizer.vocab_size:,}",
+        f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = {tokens:,} "
+        f"tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}; validation "
+        f"on {data.val.tokens:,} tokens",
+        "machine: " + ", ".join(f"{k} {v}" for k, v in environment().items()),
+        f"mesh: {mesh}, on {setup.mesh.size} of {jax.device_count()} devices",
+        *changes,
+    )
+    if config.optim.warmup_steps >= run.steps:
+        report.say("note: the warm-up is no shorter than the run (--warmup-steps)")
+    report.record(
+        "run",
+        config=dataclasses.asdict(config),
+        environment=environment(),
+        parameters=counts.parameters,
+        text=text,
+        changes=list(changes),
+    )
+    if jax.process_index() == 0:
+        data.tokenizer.save(report.folder / FILE)
+        routing = matrix_rules(model).describe(setup.params) + "\n"
+        write_atomically(report.folder / "parameters.txt", [routing.encode()])
 
 
 if __name__ == "__main__":

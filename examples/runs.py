@@ -1,180 +1,147 @@
-"""A whole run: read, train with every optimizer, print the table, plot."""
+"""The folder of a run: who may write into it, and what it was begun with."""
 
 import contextlib
 import dataclasses
-import os
-import time
-from collections.abc import Sequence
+import fcntl
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
+from examples import config as configs
+from examples.config import Config
+from examples.files import WriteFailed, read_json, write_json
+from examples.options import UserError, check
 
-import muon2_optax as m2
-from examples import hardware, optim, plot
-from examples.checkpoint import Store
-from examples.config import CHECKPOINT_FOLDER, METRICS_FILE, Config
-from examples.data import loader
-from examples.files import WriteFailed
-from examples.flags import UserError
-from examples.folder import (
-    accepted_changes,
-    claim_folder,
-    locked,
-    store_settings,
+SETTINGS_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINT_FOLDER = "checkpoints"
+
+# What may differ between the start of a run and its continuation: nothing here changes
+# what is computed, except that more steps make the schedule longer.
+_FREE = frozenset(
+    "steps accumulate mesh distributed loss_chunks max_bad_steps eval_every log_every "
+    "sample_prompt task_data task_limit out data remat attention "
+    "save_every save_minutes keep keep_best resume".split()
 )
-from examples.loop import Training
-from examples.models import active_parameter_count, matrix_rules, parameter_count
-from examples.records import read_metrics
-from examples.report import Report, Result
-from examples.setup import Setup, prepare
-from examples.signals import Signals
 
 
-def _describe(setup: Setup, report: Report, changes: Sequence[str]) -> None:
-    """Say what is about to be trained on what, on the screen and in the JSONL.
+def holds_run(folder: Path) -> bool:
+    """Whether a run was started there."""
+    names = (SETTINGS_FILE, METRICS_FILE, CHECKPOINT_FOLDER)
+    return any((folder / name).exists() for name in names)
 
-    `changes`: what is not as it was when the run was begun.
+
+def stored_settings(folder: Path) -> dict[str, Any]:
+    """What `config.json` of a run says; `UserError` if it cannot be read."""
+    if not (folder / SETTINGS_FILE).exists():
+        said = "no run there"
+        if holds_run(folder):
+            said = "holds a run that has lost its options; put back a copy of the file"
+        raise UserError(f"{folder}: {said} (no {SETTINGS_FILE})")
+    return read_json(folder / SETTINGS_FILE)
+
+
+def stored_config(folder: Path) -> Config:
+    """The options that a run was begun with; `UserError` if they cannot be read."""
+    return Config.from_dict(stored_settings(folder)["config"])
+
+
+def check_unchanged(old: Config, new: Config, where: str) -> None:
+    """Name the options that a continued run must not change, if they differ.
+
+    `where` is the option that named the run, for the message.
     """
-    config, data = setup.config, setup.data
-    text, run, model = data.about, config.run, config.model
-    vocab_size = data.tokenizer.vocab_size
-    parameters = parameter_count(model, vocab_size)
-    active = active_parameter_count(model, vocab_size)
-    some = "" if active == parameters else f" ({active:,} active)"
-    tokens = run.steps * run.batch_size * model.seq_len
-    epochs = tokens / (data.train.windows * model.seq_len)
-    machine = hardware.environment()
-    report.say(
-        f"text: {text.source}; hash {text.digest}",
-        f"  train {text.train.documents:,} documents, {text.train.bytes:,} bytes, "
-        f"{text.train.tokens:,} tokens ({data.tokenizer.name})",
-        f"  validation {text.val.documents:,} documents, {text.val.bytes:,} bytes; "
-        f"{data.val.tokens:,} tokens of it are used",
-        *(f"  {note}" for note in text.notes),
-        f"model: {model.model}, {parameters:,} parameters{some}, {model.dtype}, "
-        f"vocabulary {vocab_size:,}",
-        f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = "
-        f"{tokens:,} tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}",
-        "machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()),
-        f"mesh: {run.mesh or 'none'}, on {setup.mesh.size} of {jax.device_count()}",
-        *changes,
+    before, after = old.flat(), new.flat()
+    # An MoE's balance loss is a mean over the tokens of a micro-batch.
+    free = _FREE - ({"accumulate"} if new.model.architecture == "moe" else set())
+    changed = [k for k in after if k not in free and before[k] != after[k]]
+    changed += ["steps"] if after["steps"] < before["steps"] else []
+    said = ", ".join(
+        f"--{k.replace('_', '-')} was {before[k]}, now {after[k]}" for k in changed
     )
-    if config.optim.warmup_steps >= run.steps:
-        report.say(
-            f"note: the warm-up, {config.optim.warmup_steps} steps, is no shorter than "
-            "the run: the peak learning rate is never reached"
-        )
-    report.record(
-        "run",
-        config=config.as_dict(),
-        environment=machine,
-        parameters=parameters,
-        text=dataclasses.asdict(text),
-        changes=list(changes),
-    )
+    remedy = "leave them as they were, or choose another --out"
+    check(not changed, f"{where}: options differ: {said}; {remedy}")
 
 
-def _write_notes(setup: Setup, rules: m2.MatrixRules, folder: Path) -> None:
-    """What else a reader of the run needs: its tokenizer, and the routing."""
-    if jax.process_index() == 0:
-        routing = rules.describe(setup.params)
+def read_options(argv: Sequence[str] | None) -> Config:
+    """The options of a run; where it is continued, those not given are as it began."""
+    config = configs.parse(argv)
+    if config.save.resume == "no":
+        return config
+    check(config.run.out is not None, "--resume needs --out, the folder of the run")
+    folder = Path(config.run.out or "")
+    if config.save.resume == "auto" and not holds_run(folder):
+        return config
+    old = stored_config(folder)
+    config = configs.parse(argv, old.flat() | {"resume": config.save.resume})
+    check_unchanged(old, config, f"--resume {folder}")
+    return config
+
+
+def claim_folder(config: Config) -> Path:
+    """Create the output folder; an earlier run's files are never overwritten."""
+    name = config.run.out or f"runs/pretrain-{config.fingerprint()}"
+    folder, number = Path(name), 1
+    while config.run.out is None and folder.exists():
+        number += 1
+        folder = Path(f"{name}-{number}")
+    taken = config.save.resume == "no" and holds_run(folder)
+    remedy = "already holds a run; choose another, or --resume it"
+    check(not taken, f"--out {folder}: {remedy}")
+    try:
+        folder.mkdir(parents=True, exist_ok=config.run.out is not None)
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}") from None
+    return folder
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[None, None, None]:
+    """Keep other runs out of the folder; the system lets go when a process is killed.
+
+    Some network file systems know no locks: there the run goes on without one.
+    """
+    path = folder / "lock"
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise WriteFailed(path, error) from None
+    with file:
         try:
-            setup.data.tokenizer.save(folder / "tokenizer.json")
-            (folder / "parameters.txt").write_text(routing + "\n", encoding="utf-8")
-        except OSError as error:
-            raise WriteFailed(folder / "parameters.txt", error) from None
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said = "another run is writing there; wait until it ends, or choose another"
+            raise UserError(f"--out {folder}: {said}") from None
+        except OSError:
+            pass
+        yield
 
 
-def _earlier_results(config: Config, folder: Path) -> dict[str, Result]:
-    """Of the optimizers that had finished before this run went on."""
-    path = folder / METRICS_FILE
-    if not path.exists():
-        return {}
-    fields = {field.name for field in dataclasses.fields(Result)}
-    records = [r for r in read_metrics(path) if r["kind"] == "result"]
-    found = [Result(**{k: r[k] for k in fields}) for r in records if fields <= r.keys()]
-    return {r.optimizer: r for r in found if r.steps == config.run.steps}
+def store_settings(
+    folder: Path, config: Config, vocab_size: int, digest: str, *, write: bool
+) -> list[str]:
+    """Write `config.json`; a run that goes on must have the tokens that it had.
 
-
-def _repeatable(config: Config) -> Config:
-    """Bit-identical continuation on GPUs: their fastest operations add in any order."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
-    # cuDNN's backward pass of attention is one of them.
-    model = dataclasses.replace(config.model, attention="xla")
-    return dataclasses.replace(config, model=model)
-
-
-def _join(config: Config) -> None:
-    """What must be settled before JAX looks for its devices."""
-    if config.run.compile_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", config.run.compile_cache)
-    if config.run.distributed and not jax.distributed.is_initialized():
-        try:
-            jax.distributed.initialize()
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"--distributed: {error}") from None
-
-
-def _train(
-    setup: Setup,
-    folder: Path,
-    begin: float,
-    done: dict[str, Result],
-    changes: Sequence[str],
-) -> list[Result]:
-    """Train with every optimizer that has not finished yet, and compare them all."""
-    config = setup.config
-    rules = matrix_rules(config.model)
-    shardings = m2.Shardings.of(setup.params) if setup.mesh.size > 1 else None
-    plans = optim.plans(
-        config.optim, config.run.steps, rules=rules, shardings=shardings
-    )
-    results = []
-    with (
-        Report(config, folder, [plan.name for plan in plans]) as report,
-        Signals() as signals,
-        jax.set_mesh(setup.mesh),
-    ):
-        _describe(setup, report, changes)
-        _write_notes(setup, rules, folder)
-        for plan in plans:
-            if plan.name in done:
-                results.append(done[plan.name])
-                continue
-            place = folder / CHECKPOINT_FOLDER / plan.name
-            with contextlib.closing(Store(place, config.save.keep)) as store:
-                training = Training(setup, plan, report, store, signals)
-                results.append(report.result(training.result()))
-    if jax.process_index() == 0:
-        figure = plot.plot_runs([folder], folder / "loss.png")
-        report.table(results, figure, time.perf_counter() - begin)
-    return results
-
-
-def run(config: Config) -> list[Result]:
-    """A run from the text to the figure; it alone writes into its folder."""
-    begin = time.perf_counter()
-    optim.plans(config.optim, config.run.steps)  # bad names are refused at once
-    if config.run.deterministic:
-        config = _repeatable(config)
-    _join(config)
-    data = loader.load(config)
-    folder = claim_folder(config)
-    first = jax.process_index() == 0
-    with locked(folder) if first else contextlib.nullcontext():
-        setup = prepare(config, data)
-        # Before anything is written.
-        done, changes = (
-            _earlier_results(config, folder),
-            accepted_changes(folder, config),
+    All processes of a run check it, one may write. Returns what a run that goes on does
+    otherwise than before, as lines to show.
+    """
+    path, changes = folder / SETTINGS_FILE, []
+    if path.exists():
+        stored, old = stored_settings(folder), stored_config(folder).run
+        check(
+            stored["text"] == digest,
+            f"--resume {folder}: the text or its tokenizer differs (hash "
+            f"{stored['text']}, now {digest}); give the --data and --tokenizer that "
+            "the run began with",
         )
-        store_settings(
-            folder,
-            config,
-            data.tokenizer.vocab_size,
-            data.about.digest,
-            data.about.tokens_digest,
-            write=first,
-        )
-        return _train(setup, folder, begin, done, changes)
+        if old.steps != config.run.steps:
+            changes.append(
+                f"changed: --steps was {old.steps}, now {config.run.steps}: the "
+                "learning rate follows the schedule of the longer run from here on"
+            )
+        if old.mesh != config.run.mesh:
+            changes.append(f"changed: --mesh was {old.mesh or 'all devices'}")
+    if write:
+        content = {"config": dataclasses.asdict(config), "vocab_size": vocab_size}
+        write_json(path, content | {"text": digest})
+    return changes

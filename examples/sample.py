@@ -1,128 +1,163 @@
 """Text from a trained model: `python -m examples.sample --run RUN --prompt "def "`."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from examples import flags
-from examples.flags import UserError, check, check_range, failed, option
+from examples import options
+from examples.options import Options, check, option
+
+if TYPE_CHECKING:
+    from examples.trained import Model
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(Options):
     """What to continue, and how to choose each token."""
 
     run: str = option("", "folder of the run")
     prompt: str = option("", "text to continue (default: the start of a document)")
     optimizer: str | None = option(None, "whose model, if the run compared several")
-    step: int | None = option(None, "checkpoint to take (default: the newest)")
-    max_tokens: int = option(200, "tokens to add at most")
-    temperature: float = option(0.8, "0: always the likeliest token")
-    top_k: int = option(0, "choose among so many of the likeliest tokens (0: all)")
-    seed: int = option(0, "seed of the choices")
+    step: str | None = option(
+        None, "checkpoint: a step or 'best' (default: the newest)"
+    )
+    max_tokens: int = option(200, "tokens to add at most", "[1, ]")
+    temperature: float = option(0.8, "0: always the likeliest token", "[0, ]")
+    top_k: int = option(0, "choose among so many likeliest tokens (0: all)", "[0, ]")
+    top_p: float = option(
+        1.0, "choose among the likeliest that have this probability together", "(0, 1]"
+    )
+    seed: int = option(0, "seed of the choices", "[0, ]")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(bool(self.run), "--run FOLDER is needed")
-        check_range(self, "max_tokens", 1)
-        check_range(self, "temperature", 0)
-        check_range(self, "top_k", 0)
-        check_range(self, "seed", 0, 2**31 - 1)
 
 
-def choose(logits_V: Any, key: Any, temperature: float, top_k: int) -> Any:
-    """One token id out of the logits of a position."""
+def choose(
+    logits_V: Any, key: Any, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Any:
+    """One token id, among the likeliest `top_k` (0: all), and of those among the fewest
+    whose probabilities at this temperature are `top_p` together.
+    """
     import jax
     import jax.numpy as jnp
 
     if temperature == 0:
         return jnp.argmax(logits_V)
+    sorted_V = jnp.sort(logits_V, descending=True)
     if 0 < top_k < len(logits_V):
-        least = jax.lax.top_k(logits_V, top_k)[0][-1]
-        logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+        logits_V = jnp.where(logits_V < sorted_V[top_k - 1], -jnp.inf, logits_V)
+        sorted_V = jnp.where(jnp.arange(len(sorted_V)) < top_k, sorted_V, -jnp.inf)
+    if top_p < 1:
+        before_V = jnp.cumsum(jax.nn.softmax(sorted_V / temperature))[:-1]
+        last = (before_V < top_p).sum()
+        logits_V = jnp.where(logits_V < sorted_V[last], -jnp.inf, logits_V)
     return jax.random.categorical(key, logits_V / temperature)
 
 
-def make_generate(graphdef: Any, length: int, end_id: int, config: SampleConfig) -> Any:
-    """(params, prompt of `length` ids filled up, its size) to `max_tokens` new ids.
+@functools.lru_cache(maxsize=4)
+def make_generate(
+    graphdef: Any,
+    length: int,
+    end_id: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> Any:
+    """A program that reads a prompt and adds tokens until its window is full.
 
-    One program of fixed shapes, whatever the prompt. The model sees the last `length`
-    tokens; what follows an end of document is -1.
+    It takes (params, ids filled up to `length`, how many are the prompt, how many to
+    add, key, number of tokens added before) and gives the window and how much of it is
+    filled. Keys and values stay in a cache, so that each token costs one position.
     """
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
     @jax.jit
-    def generate(params: Any, window_L: jax.Array, size: jax.Array) -> jax.Array:
+    def generate(
+        params: Any, window_L: Any, size: Any, wanted: Any, key: Any, count: Any
+    ) -> Any:
         model = nnx.merge(graphdef, params)
-        key = jax.random.key(config.seed)
+        end = jnp.minimum(length, size + wanted)
+        first = model.features(window_L[None], model.empty_caches(1))
+        x_1x1xD = jax.lax.dynamic_slice_in_dim(first.x_BxLxD, size - 1, 1, axis=1)
 
         def going(carry: Any) -> jax.Array:
-            _, _, new_N, count = carry
-            ended = (count > 0) & (new_N[count - 1] == end_id)
-            return (count < config.max_tokens) & ~ended
+            window_L, place, _, _ = carry
+            ended = (place > size) & (window_L[place - 1] == end_id)
+            return (place < end) & ~ended
 
         def add(carry: Any) -> Any:
-            window_L, size, new_N, count = carry
-            x_1xLxD, _ = model.features(window_L[None])
-            last_1x1xD = jax.lax.dynamic_slice_in_dim(x_1xLxD, size - 1, 1, axis=1)
-            logits_V = model.logits(last_1x1xD)[0, 0]
-            step_key = jax.random.fold_in(key, count)
-            token = choose(logits_V, step_key, config.temperature, config.top_k)
+            window_L, place, x_1x1xD, caches = carry
+            step_key = jax.random.fold_in(key, count + place - size)
+            logits_V = model.logits(x_1x1xD)[0, 0]
+            token = choose(logits_V, step_key, temperature, top_k, top_p)
             token = token.astype(jnp.int32)
-            full = size == length
-            window_L = jnp.where(full, jnp.roll(window_L, -1), window_L)
-            size = jnp.where(full, size, size + 1)
-            window_L = window_L.at[size - 1].set(token)
-            return window_L, size, new_N.at[count].set(token), count + 1
+            found = model.features(token[None, None], caches, place)
+            window_L = window_L.at[place].set(token)
+            return window_L, place + 1, found.x_BxLxD, found.caches
 
-        new_N = jnp.full(config.max_tokens, -1, jnp.int32)
-        return jax.lax.while_loop(going, add, (window_L, size, new_N, 0))[2]
+        start = window_L, size, x_1x1xD, first.caches
+        return jax.lax.while_loop(going, add, start)[:2]
 
     return generate
 
 
-def sample(config: SampleConfig) -> str:
-    """The continuation of the prompt."""
-    import jax.numpy as jnp
+def continue_text(
+    model: "Model",
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """The prompt and what the model adds, up to the end of the document.
+
+    Where its window is full it goes on from the last half of it.
+    """
+    import jax
     import numpy as np
 
-    from examples.checkpoint import load_params
-    from examples.data import tokens as tok
-    from examples.state import make_model
-
-    folder = Path(config.run)
-    params, trained = load_params(folder, config.optimizer, config.step)
-    tokenizer = tok.load_tokenizer(folder / tok.FILE)
-    graphdef, _ = make_model(trained.model, tokenizer.vocab_size)
-    length = trained.model.seq_len
+    end_id, length = model.tokenizer.end_id, model.max_length
+    choices = temperature, top_k, top_p
+    generate = make_generate(model.graphdef, length, end_id, *choices)
+    (ids,) = model.tokenizer.encode([prompt.encode(errors="replace")])
     # Documents follow an end of document in training: so does the prompt.
-    (prompt,) = tokenizer.encode([config.prompt.encode(errors="replace")])
-    ids = np.r_[np.int32(tokenizer.end_id), np.int32(prompt)][-length:]
-    window_L = np.full(length, tokenizer.end_id, np.int32)
-    window_L[: len(ids)] = ids
-    generate = make_generate(graphdef, length, tokenizer.end_id, config)
-    new_N = np.asarray(generate(params, window_L, jnp.int32(len(ids))))
-    new = [int(i) for i in new_N if i not in (-1, tokenizer.end_id)]
+    text, added = [end_id, *(int(i) for i in ids)], 0
+    while added < max_tokens and (added == 0 or text[-1] != end_id):
+        most = length - 1 if added == 0 else max(1, length // 2)
+        seen = text[-most:]
+        window_L = np.full(length, end_id, np.int32)
+        window_L[: len(seen)] = seen
+        sizes = np.int32(len(seen)), np.int32(max_tokens - added)
+        key = jax.random.key(seed)
+        window_L, size = generate(model.params, window_L, *sizes, key, np.int32(added))
+        new = np.asarray(window_L)[len(seen) : int(size)].tolist()
+        text, added = [*text, *new], added + len(new)
     # Together, since a character may be divided between tokens.
-    return tokenizer.decode([*(int(i) for i in prompt), *new])
+    return model.tokenizer.decode([i for i in text if i != end_id])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    try:
-        sections = flags.parse(
-            {"sample": SampleConfig},
-            argv,
-            prog="python -m examples.sample",
-            description="Continue a prompt with a trained model.",
-        )
-        print(sample(sections["sample"]))
-    except UserError as error:
-        return failed("sample", error)
-    return 0
+
+    def run() -> None:
+        about = "Continue a prompt with a trained model."
+        config: SampleConfig = options.parse_one(SampleConfig, argv, about)
+        from examples.trained import load_model
+
+        model = load_model(config.run, config.optimizer, config.step)
+        names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+        choices = {name: getattr(config, name) for name in names}
+        print(continue_text(model, config.prompt, **choices))
+
+    return options.run_command("sample", run)
 
 
 if __name__ == "__main__":

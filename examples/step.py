@@ -1,20 +1,31 @@
-"""What is compiled: the loss, the training step, the evaluation step."""
+"""What is compiled: the train state, the training step, the evaluation step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from examples.config import Config
-from examples.mesh import batch_sharding
-from examples.state import TrainState
+from examples.mesh import batch_sharding, param_shardings
+from examples.models import head
 
 # Float32 logits that one device may hold at a time; beyond, the loss goes in chunks.
 _MAX_LOGITS = 2**29
+
+
+class TrainState(NamedTuple):
+    """What a training step reads and replaces; also what a checkpoint holds."""
+
+    params: Any
+    opt_state: optax.OptState
+    step: jax.Array  # steps taken, which is also the position in the data
+    skipped: jax.Array  # how many of them changed nothing, not being finite
+    skipped_in_a_row: jax.Array
 
 
 class Metrics(NamedTuple):
@@ -24,8 +35,69 @@ class Metrics(NamedTuple):
     balance_loss: jax.Array  # of the experts, with its weight; 0 without experts
     grad_norm: jax.Array  # before clipping
     update_norm: jax.Array
+    learning_rate: jax.Array
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+
+
+def abstract_params(init: Callable[[jax.Array], Any], mesh: Mesh) -> Any:
+    """The shapes of the parameters, and where on the mesh they live."""
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        shapes,
+        param_shardings(shapes, mesh),
+    )
+
+
+def abstract_opt_state(
+    transform: optax.GradientTransformation, params: Any, mesh: Mesh
+) -> optax.OptState:
+    """The shapes of an optimizer's state, and where on the mesh its `init` puts it.
+
+    On Auto axes that cannot be asked, so the question is put on the same mesh with
+    Explicit axes.
+    """
+    explicit = (AxisType.Explicit,) * len(mesh.axis_names)
+    typed = Mesh(mesh.devices, mesh.axis_names, axis_types=explicit)
+
+    def on(mesh: Mesh, x: Any) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if x.sharding is not None else PartitionSpec()
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    with jax.set_mesh(typed):
+        there = jax.tree.map(partial(on, typed), params)
+        return jax.tree.map(partial(on, mesh), jax.eval_shape(transform.init, there))
+
+
+def abstract_state(
+    transform: optax.GradientTransformation, params: Any, mesh: Mesh
+) -> TrainState:
+    """The shapes and shardings of a train state; nothing is allocated."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    opt_state = abstract_opt_state(transform, params, mesh)
+    return TrainState(params, opt_state, count, count, count)
+
+
+def initial_state(
+    make_params: Callable[[Any], Any],
+    transform: optax.GradientTransformation,
+    abstract: TrainState,
+    source: Any,
+) -> TrainState:
+    """The state before the first step, made where it will live.
+
+    `make_params` takes `source`: a key, or parameters that are there already.
+    """
+
+    def create(source: Any) -> TrainState:
+        params, zero = make_params(source), jnp.zeros((), jnp.int32)
+        return TrainState(params, transform.init(params), zero, zero, zero)
+
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(create, out_shardings=shardings)(source)
 
 
 def loss_chunks(config: Config, vocab_size: int, mesh: Mesh, parts: int) -> int:
@@ -36,43 +108,10 @@ def loss_chunks(config: Config, vocab_size: int, mesh: Mesh, parts: int) -> int:
     length, run = config.model.seq_len, config.run
     if run.loss_chunks:
         return run.loss_chunks
-    shape = (run.batch_size, length)
-    rows = batch_sharding(mesh).shard_shape(shape)[0] / parts
-    fitting = (
-        n
-        for n in range(1, length + 1)
-        if length % n == 0 and rows * length * vocab_size <= n * _MAX_LOGITS
-    )
-    return next(fitting, length)
-
-
-def token_losses(
-    graphdef: Any, params: Any, tokens_BxM: jax.Array, chunks: int = 1
-) -> jax.Array:
-    """Negative log-likelihood (B, L) of each next token; M is L + 1.
-
-    With `chunks` above 1 only the logits of one chunk of positions exist at a time. For
-    gradients there is `model.loss`.
-    """
-    model = nnx.merge(graphdef, params)
-    x_BxLxD, _ = model.features(tokens_BxM[:, :-1])
-    targets_BxL = tokens_BxM[:, 1:]
-
-    def losses(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(
-            model.logits(x_BxCxD), targets_BxC
-        )
-
-    if chunks == 1:
-        return losses(x_BxLxD, targets_BxL)
-
-    def cut(y_BxLx: jax.Array) -> jax.Array:
-        batch, length, *rest = y_BxLx.shape
-        return y_BxLx.reshape(batch, chunks, length // chunks, *rest).swapaxes(0, 1)
-
-    parts = cut(x_BxLxD), cut(targets_BxL)
-    nll_NxBxC = jax.lax.map(lambda part: losses(*part), parts)
-    return nll_NxBxC.swapaxes(0, 1).reshape(targets_BxL.shape)
+    rows = batch_sharding(mesh).shard_shape((run.batch_size, length))[0] / parts
+    most = _MAX_LOGITS / (rows * length * vocab_size)
+    divisors = (n for n in range(1, length + 1) if length % n == 0)
+    return next((n for n in divisors if 1 <= n * most), length)
 
 
 def _averaged_gradients(
@@ -90,10 +129,8 @@ def _averaged_gradients(
         part = grad_fn(params, micro_BxM)
         return jax.tree.map(lambda t, x: t + x / parts, total, part), None
 
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(grad_fn, params, micro_NxBxM[0]),
-    )
+    shapes = jax.eval_shape(grad_fn, params, micro_NxBxM[0])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (grads, losses), _ = jax.lax.scan(add, zeros, micro_NxBxM)
     return losses, grads
 
@@ -104,25 +141,23 @@ def make_train_step(
     config: Config,
     abstract: TrainState,
     chunks: int = 1,
+    schedule: optax.Schedule | None = None,
 ) -> jax.stages.Wrapped:
     """(state, tokens) to (state, metrics); the old state's memory is reused.
 
-    A step whose losses or gradients are not finite changes nothing but the counters.
+    A step whose losses, gradients or updates are not finite changes nothing but the
+    counters.
     """
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
 
     def loss_fn(params: Any, tokens_BxM: jax.Array) -> tuple[jax.Array, Any]:
         model = nnx.merge(graphdef, params)
-        x_BxLxD, balance = model.features(tokens_BxM[:, :-1])
-        total, loss = model.loss(
-            x_BxLxD, tokens_BxM[:, 1:], z_weight=config.run.z_loss, chunks=chunks
+        x_BxLxD, balance, _ = model.features(tokens_BxM[:, :-1])
+        targets_BxL, z_weight = tokens_BxM[:, 1:], config.run.z_loss
+        total, loss = head.head_loss(
+            x_BxLxD, model.head(), targets_BxL, z_weight, chunks
         )
         return total + balance, (loss, balance)
-
-    def averaged(ema: Any, params: Any, step: jax.Array) -> Any:
-        # The decay grows to its value: early parameters are not worth remembering.
-        decay = jnp.minimum(config.run.ema or 0.0, (1 + step) / (10 + step))
-        return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, params)
 
     def train_step(state: TrainState, tokens_BxM: Any) -> tuple[TrainState, Metrics]:
         (loss, balance), grads = _averaged_gradients(
@@ -132,26 +167,22 @@ def make_train_step(
         updates, opt_state = transform.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         norms = optax.tree.norm(grads), optax.tree.norm(updates)
-        # Known before the update: otherwise all old states, and all updates, would be
-        # kept until the last update is there.
-        good = jnp.isfinite(loss + balance + norms[0])
+        good = jnp.isfinite(loss + balance + norms[0] + norms[1])
+        # Steps that were skipped did not move the optimizer's schedule.
+        rate: Any = schedule(state.step - state.skipped) if schedule else 0.0
 
         def choose(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
 
-        ema = state.ema
-        if ema is not None:
-            ema = choose(averaged(ema, params, state.step), ema)
         state = TrainState(
             params=choose(params, state.params),
             opt_state=choose(opt_state, state.opt_state),
             step=state.step + 1,
             skipped=state.skipped + ~good,
             skipped_in_a_row=jnp.where(good, 0, state.skipped_in_a_row + 1),
-            ema=ema,
         )
         counts = state.skipped, state.skipped_in_a_row
-        return state, Metrics(loss, balance, *norms, *counts)
+        return state, Metrics(loss, balance, *norms, jnp.asarray(rate), *counts)
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
@@ -161,7 +192,10 @@ def make_eval_step(graphdef: Any, chunks: int = 1) -> jax.stages.Wrapped:
 
     @jax.jit
     def eval_step(params: Any, tokens_BxM: Any, weight_B: Any) -> jax.Array:
-        loss_BxL = token_losses(graphdef, params, tokens_BxM, chunks)
+        model = nnx.merge(graphdef, params)
+        x_BxLxD = model.features(tokens_BxM[:, :-1]).x_BxLxD
+        targets_BxL = tokens_BxM[:, 1:]
+        loss_BxL, _ = head.token_losses(x_BxLxD, model.head(), targets_BxL, chunks)
         return (loss_BxL.sum(axis=1) * weight_B).sum()
 
     return eval_step

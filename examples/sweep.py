@@ -3,26 +3,24 @@
     python -m examples.sweep --set learning_rate=0.01,0.02,0.04 \\
         --set optimizer=muon,muon2 --out sweeps/rates -- --steps 300 --data text/
 
-Whatever follows `--` goes to every run. A sweep that was stopped goes on with the same
-command: runs that have finished are not repeated, others continue.
+Whatever follows `--` goes to every run. Of several seeds (`--set seed=0,1,2`) the table
+shows mean and standard deviation. A sweep that was stopped goes on with the same
+command: runs that have finished or diverged are not repeated, others continue.
 """
 
 import argparse
 import itertools
-import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples import config as configs
-from examples.config import METRICS_FILE
-from examples.files import write_atomically
-from examples.flags import UserError, check, failed
-from examples.folder import check_unchanged, holds_run, stored_config
-from examples.records import read_metrics
+from examples import options, plot, runs
+from examples.files import read_metrics, write_json
+from examples.options import Interrupted, check
 
-SWEEP_FILE = "sweep.json"
 Setting = dict[str, str]
 
 
@@ -43,10 +41,7 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def settings(grid: Mapping[str, Sequence[str]]) -> list[Setting]:
     """Every combination."""
-    return [
-        dict(zip(grid, values, strict=True))
-        for values in itertools.product(*grid.values())
-    ]
+    return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
 
 
 def _flags(setting: Setting) -> list[str]:
@@ -73,62 +68,19 @@ def _run(folder: Path, argv: Sequence[str]) -> int:
     return pretrain.main([*argv, "--out", str(folder), "--resume", "auto"])
 
 
-def _results(folder: Path) -> list[dict[str, Any]]:
-    path = folder / METRICS_FILE
+def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    path = folder / runs.METRICS_FILE
     records = read_metrics(path) if path.exists() else []
-    return [record for record in records if record["kind"] == "result"]
+    return [record for record in records if record["kind"] == kind]
 
 
-# Of what a run may change when it goes on, what its numbers depend on.
-_OF_RESULTS = ("data", "eval_tokens")
-
-
-def _check_begun(folder: Path, wanted: configs.Config) -> None:
-    """What a run there was begun with must be what is asked for now."""
-    if holds_run(folder):
-        old = stored_config(folder)
-        check_unchanged(old, wanted, f"--out {folder}", _OF_RESULTS)
-
-
-def _finished(folder: Path, argv: Sequence[str]) -> bool:
-    """Whether the run has all its results, for as many steps as are wanted now."""
-    from examples import optim
-
-    wanted = configs.parse(argv)
-    names = {plan.name for plan in optim.plans(wanted.optim, wanted.run.steps)}
-    enough = [r for r in _results(folder) if r["steps"] >= wanted.run.steps]
-    return names <= {record["optimizer"] for record in enough}
-
-
-def summarize(
-    grid: Mapping[str, Sequence[str]], out: Path, codes: Mapping[str, int]
-) -> dict[str, Any]:
-    """Rows by the first option that is no optimizer, columns by all others."""
-    row_key = next((name for name in grid if name != "optimizer"), "optimizer")
-    rows = []
-    for setting in settings(grid):
-        name = folder_name(setting)
-        others = {k: v for k, v in setting.items() if k not in (row_key, "optimizer")}
-        suffix = "".join(f" {k}={v}" for k, v in others.items())
-        found: list[dict[str, Any]] = _results(out / name)
-        if not found:
-            method = setting.get("optimizer", "all")
-            found = [{"optimizer": method, "val_loss": None, "perplexity": None}]
-        for result in found:
-            key = setting.get(row_key, "")
-            single = row_key == "optimizer"
-            rows.append(
-                {
-                    "row": _number(result["optimizer"] if single else key),
-                    "column": "val loss" if single else result["optimizer"] + suffix,
-                    "setting": setting,
-                    "folder": name,
-                    "exit_code": codes.get(name, 0),
-                    "val_loss": result["val_loss"],
-                    "perplexity": result["perplexity"],
-                }
-            )
-    return {"varied": row_key, "grid": dict(grid), "rows": rows}
+def _is_done(folder: Path, names: set[str], steps: int) -> bool:
+    """Whether the run has diverged, or all its results for as many steps."""
+    stopped = _records(folder, "stopped")
+    if stopped and "--learning-rate" in stopped[-1]["reason"]:
+        return True
+    found = [r for r in _records(folder, "result") if r["steps"] >= steps]
+    return names <= {record["optimizer"] for record in found}
 
 
 def _number(text: str) -> Any:
@@ -138,84 +90,96 @@ def _number(text: str) -> Any:
         return text
 
 
+def summarize(grid: Mapping[str, Sequence[str]], out: Path) -> dict[str, Any]:
+    """One cell for each row (the first option varied, but for optimizer and seed) and
+    column (all others): mean and deviation of the validation losses of all seeds.
+    """
+    fixed = ("optimizer", "seed")
+    row_key = next((name for name in grid if name not in fixed), "optimizer")
+    losses: dict[tuple[Any, str], list[float | None]] = {}
+    for setting in settings(grid):
+        others = {k: v for k, v in setting.items() if k not in (row_key, *fixed)}
+        suffix = "".join(f" {k}={v}" for k, v in others.items())
+        missing = {"optimizer": setting.get("optimizer", "all"), "val_loss": None}
+        for result in _records(out / folder_name(setting), "result") or [missing]:
+            name = result["optimizer"]
+            alone = row_key == "optimizer"
+            row = name if alone else _number(setting[row_key])
+            cell = row, ("val loss" if alone else name) + suffix
+            losses.setdefault(cell, []).append(result["val_loss"])
+    cells = []
+    for (row, column), found in losses.items():
+        known = [loss for loss in found if loss is not None]
+        whole = len(known) == len(found)  # a seed that diverged leaves no mean
+        mean = statistics.fmean(known) if whole else None
+        deviation = statistics.stdev(known) if whole and len(known) > 1 else 0.0
+        spread = {"mean": mean, "deviation": deviation, "losses": found}
+        cells.append({"row": row, "column": column} | spread)
+    return {"varied": row_key, "grid": dict(grid), "cells": cells}
+
+
 def show(summary: Mapping[str, Any]) -> None:
-    """The table: the best of each column is bold; a run without a result is a dash."""
+    """The table; a run without a result is a dash."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    rows = summary["rows"]
-    columns = list(dict.fromkeys(entry["column"] for entry in rows))
+    texts: dict[Any, dict[str, str]] = {}
+    for cell in summary["cells"]:
+        text = "-" if cell["mean"] is None else f"{cell['mean']:.4f}"
+        text += f" ± {cell['deviation']:.4f}" if cell["deviation"] else ""
+        texts.setdefault(cell["row"], {})[cell["column"]] = text
+    columns = list(dict.fromkeys(cell["column"] for cell in summary["cells"]))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(summary["varied"], justify="right")
-    best = {}
-    for column in columns:
-        table.add_column(column, justify="right")
-        losses = [r["val_loss"] for r in rows if r["column"] == column]
-        best[column] = min((x for x in losses if x is not None), default=None)
-    for label in dict.fromkeys(entry["row"] for entry in rows):
-        cells = []
-        for column in columns:
-            mine = [r for r in rows if (r["row"], r["column"]) == (label, column)]
-            loss = mine[-1]["val_loss"] if mine else None
-            bold = "[bold]" if loss is not None and loss == best[column] else ""
-            cells.append("-" if loss is None else f"{bold}{loss:.4f}")
-        shown = f"{label:g}" if isinstance(label, float) else str(label)
-        table.add_row(shown, *cells)
+    for head in (summary["varied"], *columns):
+        table.add_column(head, justify="right")
+    for row, found in texts.items():
+        shown = f"{row:g}" if isinstance(row, float) else str(row)
+        table.add_row(shown, *(found.get(column, "-") for column in columns))
     Console(highlight=False).print(table)
 
 
 def sweep(grid: Mapping[str, Sequence[str]], out: Path, common: Sequence[str]) -> int:
-    """Run every combination that has not finished; returns the exit code."""
-    from examples import optim, plot
+    """Run every combination that has not finished; 1 if some have no result."""
+    from examples import optim
 
-    chosen = settings(grid)
-    argvs = [[*common, *_flags(setting)] for setting in chosen]
-    for setting, argv in zip(chosen, argvs, strict=True):  # all, before any starts
+    planned = []
+    for setting in settings(grid):  # all are checked before any starts
+        argv, folder = [*common, *_flags(setting)], out / folder_name(setting)
         wanted = configs.parse(argv)
-        optim.plans(wanted.optim, wanted.run.steps)
-        _check_begun(out / folder_name(setting), wanted)
-    codes: dict[str, int] = {}
-    for number, (setting, argv) in enumerate(zip(chosen, argvs, strict=True), 1):
-        name = folder_name(setting)
-        print(f"[{number}/{len(chosen)}] {name}", flush=True)
-        if not _finished(out / name, argv):
-            codes[name] = _run(out / name, argv)
-        if codes.get(name, 0) > 2:  # a signal: the run has saved, and so does the sweep
-            return codes[name]
-        if codes.get(name) == 2:
-            raise UserError(f"{name}: its options are at fault, see above")
-        summary = summarize(grid, out, codes)
-        text = json.dumps(summary, indent=2) + "\n"
-        write_atomically(out / SWEEP_FILE, [text.encode()])
-    show(summarize(grid, out, codes))
-    print(f"summary: {out / SWEEP_FILE}")
-    print(f"plot: {plot.plot_sweep(summarize(grid, out, codes), out / 'sweep.png')}")
-    return max(codes.values(), default=0)
+        plans = optim.plans(wanted.optim, wanted.run.steps)
+        if runs.holds_run(folder):
+            runs.check_unchanged(runs.stored_config(folder), wanted, f"--out {folder}")
+        planned.append((argv, folder, {plan.name for plan in plans}, wanted.run.steps))
+    for number, (argv, folder, names, steps) in enumerate(planned, 1):
+        print(f"[{number}/{len(planned)}] {folder.name}", flush=True)
+        code = 0 if _is_done(folder, names, steps) else _run(folder, argv)
+        if code > 2:  # a signal: the run has saved, and so does the sweep
+            raise Interrupted(code - 128, "the same command goes on")
+        check(code != 2, f"{folder.name}: its options are at fault, see above")
+        write_json(out / plot.SWEEP_FILE, summarize(grid, out))
+    summary = summarize(grid, out)
+    show(summary)
+    print(f"summary: {out / plot.SWEEP_FILE}")
+    print(f"plot: {plot.plot_sweep(summary, out / 'sweep.png')}")
+    return int(any(cell["mean"] is None for cell in summary["cells"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code (1: some run failed)."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=V,V",
-        help="an option of examples.pretrain and its values (+ joins names in one)",
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    text = "an option of examples.pretrain and its values (+ joins names in one)"
+    parser.add_argument("--set", action="append", default=[], help=text)
     parser.add_argument("--out", default="sweeps/sweep", help="folder of the runs")
-    options = parser.parse_args(words[:cut])
-    try:
-        return sweep(parse_grid(options.set), Path(options.out), words[cut + 1 :])
-    except UserError as error:
-        return failed("sweep", error)
+
+    def run() -> int:
+        given = parser.parse_args(words[:cut])
+        return sweep(parse_grid(given.set), Path(given.out), words[cut + 1 :])
+
+    return options.run_command("sweep", run)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from examples.models import ModelConfig
+from examples.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

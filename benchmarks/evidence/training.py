@@ -22,7 +22,7 @@ from benchmarks.evidence.arms import Hyper
 from benchmarks.evidence.cells import Cell
 from benchmarks.evidence.sizes import Size
 from examples.models import build, matrix_rules
-from examples.models.loss import head_loss
+from examples.models.head import head_loss
 
 WARMUP, FINAL = 0.05, 0.1
 # Validation rows during a run; the loss at its end is that of the whole text.

@@ -1,17 +1,22 @@
 """Batches as a pure function of seed and step: the same for every optimizer."""
 
 import hashlib
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from examples.config import Config
+from examples.config import Config, DataConfig
 from examples.data import corpus as corpora
 from examples.data import shards
 from examples.data import tokens as tok
-from examples.data.order import shuffled
-from examples.flags import UserError, check
+from examples.options import check
+
+_ROUNDS = 8
+T = TypeVar("T")
 
 
 class Stream(Protocol):
@@ -20,6 +25,41 @@ class Stream(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
+def _mix(x: np.ndarray, key: np.uint64) -> np.ndarray:
+    """A hash of 64 bits: the finalizer of SplitMix64 (Steele et al., 2014)."""
+    x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def shuffled(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """Where the places `index` of an epoch's order point to, all within range(size).
+
+    A permutation that is computed, so that the position in the data is the step number
+    and nothing else. Grain's `MapDataset.shuffle` is stateless with random access, too;
+    this is a page of NumPy, which needs no further package.
+
+    A balanced Feistel network permutes the numbers of an even count of bits whatever
+    its round function is (M. Luby and C. Rackoff, 1988); numbers that leave the range
+    are sent through again until they return ("cycle walking", J. Black and P. Rogaway,
+    2002), which makes it a permutation of any range.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+
+    def once(x: np.ndarray) -> np.ndarray:
+        left, right = x >> half, x & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right, key) & mask)
+        return (left << half) | right
+
+    value = once(np.asarray(index, np.uint64))
+    while (outside := value >= size).any():
+        value[outside] = once(value[outside])
+    return value.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -36,12 +76,12 @@ class TrainBatches:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.windows < self.batch_size:
-            needed = self.batch_size * self.seq_len + 1
-            raise UserError(
-                f"the training text has {len(self.stream):,} tokens, one batch needs "
-                f"{needed:,} (--batch-size {self.batch_size}, --seq-len {self.seq_len})"
-            )
+        needed = self.batch_size * self.seq_len + 1
+        check(
+            self.windows >= self.batch_size,
+            f"the training text has {len(self.stream):,} tokens, one batch needs "
+            f"{needed:,} (--batch-size {self.batch_size}, --seq-len {self.seq_len})",
+        )
 
     @property
     def windows(self) -> int:
@@ -52,8 +92,7 @@ class TrainBatches:
 
         A host that feeds only some rows of the global batch reads only these.
         """
-        first = step * self.batch_size
-        chosen = first + np.arange(self.batch_size)[rows]
+        chosen = step * self.batch_size + np.arange(self.batch_size)[rows]
         epochs, places = np.divmod(chosen, self.windows)
         batch = np.empty((len(chosen), self.seq_len + 1), np.int32)
         for epoch in np.unique(epochs):
@@ -79,22 +118,17 @@ class EvalBatches:
 
 
 def eval_batches(
-    stream: Stream,
-    byte_counts: Stream,
-    batch_size: int,
-    seq_len: int,
-    max_tokens: int,
+    stream: Stream, byte_counts: Stream, batch_size: int, seq_len: int, max_tokens: int
 ) -> EvalBatches:
     """Choose about `max_tokens` validation tokens (0: all) and count their bytes."""
     windows = max(0, len(stream) - 1) // seq_len
-    if windows == 0:
-        raise UserError(
-            f"the validation text has {len(stream):,} tokens, one sequence needs "
-            f"{seq_len + 1:,} (--seq-len {seq_len})"
-        )
+    check(
+        windows > 0,
+        f"the validation text has {len(stream):,} tokens, one sequence needs "
+        f"{seq_len + 1:,} (--seq-len {seq_len})",
+    )
     wanted = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
-    chosen = np.arange(wanted) * windows // wanted
-    starts = [int(start) for start in chosen * seq_len]
+    starts = [int(i) * seq_len for i in np.arange(wanted) * windows // wanted]
     rows = np.stack([stream[i : i + seq_len + 1] for i in starts]).astype(np.int32)
     batches = []
     for first in range(0, wanted, batch_size):
@@ -107,119 +141,76 @@ def eval_batches(
 
 
 @dataclass(frozen=True)
-class Part:
-    """How much text is in the training or the validation part."""
+class Dataset:
+    """Everything the training loop needs to know about the text.
 
-    documents: int
-    bytes: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class About:
-    """What a run says and records about its text.
-
-    `digest` names the text exactly, `tokens_digest` what the tokenizer made of it.
+    `about` is what a run says and records of it; its `digest` names the exact tokens.
     """
 
-    source: str
-    digest: str
-    tokens_digest: str
-    train: Part
-    val: Part
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Everything the training loop needs to know about the text."""
-
-    about: About
+    about: dict[str, Any]
     tokenizer: tok.Tokenizer
     train: TrainBatches
     val: EvalBatches
 
 
-def _dataset(
-    config: Config,
-    about: About,
-    tokenizer: tok.Tokenizer,
-    train: Stream,
-    val: Stream,
-    val_bytes: Stream,
-) -> Dataset:
-    run, length = config.run, config.model.seq_len
-    return Dataset(
-        about=about,
-        tokenizer=tokenizer,
-        train=TrainBatches(train, run.batch_size, length, run.seed),
-        val=eval_batches(val, val_bytes, run.batch_size, length, run.eval_tokens),
-    )
-
-
-def _tokens_digest(vocab_size: int, *streams: np.ndarray) -> str:
-    """Of the ids, not of a tokenizer.json: its layout changes with its library."""
-    sha = hashlib.sha256(str(vocab_size).encode())
-    for stream in streams:
-        sha.update(stream.data)
-    return sha.hexdigest()[:16]
-
-
-def _from_text(config: Config) -> Dataset:
-    text = corpora.load(config.data)
-    tokenizer = tok.make_tokenizer(
-        config.data.tokenizer, config.data.vocab_size, text.train
-    )
+def _from_text(config: DataConfig) -> tuple[dict[str, Any], tok.Tokenizer, list[Any]]:
+    text = corpora.load(config)
+    tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, text.train)
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-    end = tokenizer.end_id
-    train = tok.stream(tokenizer.encode(text.train), end, dtype)
-    val = tok.stream(tokenizer.encode(text.val), end, dtype)
+    about: dict[str, Any] = {"source": text.source, "notes": text.notes}
+    # Of the ids, not of a tokenizer.json: its layout changes with its library.
+    sha, streams = hashlib.sha256(str(tokenizer.vocab_size).encode()), []
+    for name, documents in (("train", text.train), ("val", text.val)):
+        stream = tok.stream(tokenizer.encode(documents), tokenizer.end_id, dtype)
+        sizes = len(documents), sum(map(len, documents)), len(stream)
+        about[name] = dict(zip(("documents", "bytes", "tokens"), sizes))
+        sha.update(stream.data)
+        sha.update(b"".join(documents))
+        streams.append(stream)
     # The end of a document is a token to predict, but it is no byte of the text.
-    val_bytes = tok.stream(tokenizer.byte_counts(text.val), 0, np.int64)
-    about = About(
-        source=text.source,
-        digest=text.digest(),
-        tokens_digest=_tokens_digest(tokenizer.vocab_size, train, val),
-        train=Part(len(text.train), text.train_bytes, len(train)),
-        val=Part(len(text.val), text.val_bytes, len(val)),
-        notes=tuple(text.notes),
-    )
-    return _dataset(config, about, tokenizer, train, val, val_bytes)
+    streams.append(tok.stream(tokenizer.byte_counts(text.val), 0, np.int64))
+    return about | {"digest": sha.hexdigest()[:16]}, tokenizer, streams
 
 
-def _from_shards(config: Config, folder: shards.Folder) -> Dataset:
-    def part(split: str) -> Part:
-        chosen = folder.split(split)
-        return Part(
-            documents=sum(shard.documents for shard in chosen),
-            bytes=sum(shard.bytes for shard in chosen),
-            tokens=sum(shard.tokens for shard in chosen),
-        )
-
-    check(
-        config.data.tokenizer == "bytes",
-        f"--tokenizer {config.data.tokenizer}: token shards bring their own; leave it "
-        "out",
-    )
-    count = len(folder.split("train")) + len(folder.split("val"))
-    about = About(
-        source=f"{count} token shards in {folder.path}",
-        digest=folder.digest(),
-        tokens_digest=folder.index["tokenizer"]["sha256"][:16],
-        train=part("train"),
-        val=part("val"),
-    )
-    return _dataset(
-        config,
-        about,
-        folder.tokenizer(),
-        folder.stream("train"),
-        folder.stream("val"),
-        folder.byte_counts(),
-    )
+def _from_shards(
+    config: DataConfig, folder: shards.Folder
+) -> tuple[dict[str, Any], tok.Tokenizer, list[Any]]:
+    for name in ("tokenizer", "vocab_size", "max_bytes", "val_fraction"):
+        given = getattr(config, name) != getattr(DataConfig(), name)
+        said = "token shards bring their own tokenizer and split; leave it out"
+        check(not given, f"--{name.replace('_', '-')}: {said}")
+    source = f"{len(folder.shards)} token shards in {folder.path}"
+    about: dict[str, Any] = {"source": source, "notes": [], "digest": folder.digest()}
+    about |= {split: folder.counts(split) for split in ("train", "val")}
+    streams = [folder.stream(split) for split in ("train", "val", "val_bytes")]
+    return about, folder.tokenizer(), streams
 
 
 def load(config: Config) -> Dataset:
     """Token shards if `--data` is a folder of them, else text to read and tokenize."""
     folder = shards.find(config.data.data)
-    return _from_text(config) if folder is None else _from_shards(config, folder)
+    if folder is None:
+        about, tokenizer, streams = _from_text(config.data)
+    else:
+        about, tokenizer, streams = _from_shards(config.data, folder)
+    run, length = config.run, config.model.seq_len
+    train = TrainBatches(streams[0], run.batch_size, length, run.seed)
+    sizes = run.batch_size, length, run.eval_tokens
+    val = eval_batches(streams[1], streams[2], *sizes)
+    return Dataset(about, tokenizer, train, val)
+
+
+def prefetch(items: Iterator[T], depth: int = 4) -> Generator[T]:
+    """The items, in order, some of them prepared in a thread ahead of the consumer.
+
+    An error in the thread is raised in the consumer at its place in the order.
+    """
+    end = object()
+    pool = ThreadPoolExecutor(1)
+    try:
+        ahead = deque(pool.submit(next, items, end) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not end:
+            ahead.append(pool.submit(next, items, end))
+            yield item  # pyrefly: ignore
+    finally:
+        pool.shutdown(cancel_futures=True)

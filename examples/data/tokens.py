@@ -3,43 +3,24 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from examples.flags import UserError
+from examples.files import write_atomically
+from examples.options import UserError, check
 
 END = "<|endoftext|>"
 FILE = "tokenizer.json"
 _KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")
 
 
-class Tokenizer(Protocol):
-    """What the rest of the trainer needs to know about a tokenizer."""
-
-    name: str
-    vocab_size: int
-    end_id: int
-
-    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Token ids of each document, without a separator."""
-        ...
-
-    def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Bytes of text that each token of each document stands for."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of some tokens, separators left out."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write a `tokenizer.json`, so that `--tokenizer PATH` can use it again."""
-        ...
-
-
 class ByteTokenizer:
-    """One token per byte, and one more for the end of a document."""
+    """One token per byte, and one more for the end of a document.
+
+    A tokenizer gives, for each of some documents, token ids without a separator
+    (`encode`) and the bytes that each of them stands for (`byte_counts`).
+    """
 
     name = "bytes"
     vocab_size = 257
@@ -52,10 +33,11 @@ class ByteTokenizer:
         return [np.ones(len(text), np.int64) for text in documents]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of some tokens, separators left out."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def save(self, path: Path) -> None:
-        path.write_text('{"model": {"type": "bytes"}}\n', encoding="utf-8")
+        write_atomically(path, [b'{"model": {"type": "bytes"}}\n'])
 
 
 class SubwordTokenizer:
@@ -66,7 +48,7 @@ class SubwordTokenizer:
         self._tokenizer = tokenizer
         # A separator spelled out inside a document is text like any other.
         tokenizer.encode_special_tokens = True
-        self.vocab_size = tokenizer.get_vocab_size()
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         known = (tokenizer.token_to_id(end) for end in _KNOWN_ENDS)
         end_id = next((index for index in known if index is not None), None)
         if end_id is None:  # no end token in the file: one more id of our own
@@ -90,7 +72,10 @@ class SubwordTokenizer:
 
     def save(self, path: Path) -> None:
         # Its own `save` raises bare Exception where the file cannot be written.
-        path.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        write_atomically(path, [self._tokenizer.to_str(pretty=True).encode()])
+
+
+Tokenizer = ByteTokenizer | SubwordTokenizer
 
 
 def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -112,25 +97,23 @@ def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.
 def _import_tokenizers() -> Any:
     try:
         import tokenizers  # only subword runs need this library
+
+        return tokenizers
     except ImportError:
-        raise UserError(
-            "--tokenizer: the package 'tokenizers' is not installed"
-        ) from None
-    return tokenizers
+        said = "--tokenizer: the package 'tokenizers' is not installed"
+        raise UserError(said) from None
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:
     """Train a byte-level BPE on the documents."""
-    tokenizers = _import_tokenizers()
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
+    lib = _import_tokenizers()
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = lib.decoders.ByteLevel()
+    trainer = lib.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     texts = (document.decode("utf-8") for document in documents)
@@ -144,13 +127,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         text = path.read_text(encoding="utf-8")
         if json.loads(text)["model"].get("type") == "bytes":
             return ByteTokenizer()
+        tokenizer = _import_tokenizers().Tokenizer.from_str(text)
     except OSError as error:
         raise UserError(f"--tokenizer {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
-    tokenizers = _import_tokenizers()
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except UserError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
     return SubwordTokenizer(tokenizer, str(path))
@@ -158,24 +139,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def make_tokenizer(name: str, vocab_size: int, documents: Iterable[bytes]) -> Tokenizer:
     """The tokenizer of `--tokenizer name`; only 'bpe' needs size and documents."""
-    if name == "bytes":
-        return ByteTokenizer()
-    if name == "bpe":
-        return train_bpe(documents, vocab_size)
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(
-            f"--tokenizer {path}: neither 'bytes' nor 'bpe' nor an existing file"
-        )
-    return load_tokenizer(path)
+    if name in ("bytes", "bpe"):
+        return ByteTokenizer() if name == "bytes" else train_bpe(documents, vocab_size)
+    said = f"--tokenizer {name}: neither 'bytes' nor 'bpe' nor an existing file"
+    check(Path(name).is_file(), said)
+    return load_tokenizer(Path(name))
 
 
 def stream(pieces: Sequence[np.ndarray], end: int, dtype: Any) -> np.ndarray:
     """Join per-document arrays, each followed by `end`."""
-    total = sum(map(len, pieces)) + len(pieces)
-    joined = np.full(total, end, dtype)
-    position = 0
-    for piece in pieces:
-        joined[position : position + len(piece)] = piece
-        position += len(piece) + 1
-    return joined
+    ended = (part for piece in pieces for part in (piece, [end]))
+    return np.concatenate([np.asarray(part, dtype) for part in ended])

@@ -1,54 +1,81 @@
-"""Model architectures, one module each, and what the trainer asks of all of them.
+"""Model architectures, one module each, and what the trainer asks of all of them."""
 
-A model takes tokens (B, L) to float32 logits (B, L, V). `model.features(tokens)` gives
-the last activations and the weighted load-balancing loss (zero without experts), and
-`model.logits(features)` the rest, so that a loss may go through positions in chunks.
-"""
+from typing import Any, NamedTuple
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import jax
+from flax import nnx
 
-from examples.models.config import ModelConfig
-from examples.models.sizes import (
-    active_parameter_count,
-    flops_per_token,
-    parameter_count,
-)
+import muon2_optax as m2
+from examples.config import ModelConfig
+from examples.models.decoder import Decoder
+from examples.models.gpt import Gpt
+from examples.models.llama import Llama
+from examples.models.moe import Moe
 
-if TYPE_CHECKING:
-    from flax import nnx
-
-    import muon2_optax as m2
-
-__all__ = [
-    "ModelConfig",
-    "active_parameter_count",
-    "build",
-    "flops_per_token",
-    "matrix_rules",
-    "parameter_count",
-]
-
-_CLASSES = {"gpt": "Gpt", "llama": "Llama", "moe": "Moe"}
+_CLASSES: dict[str, type[Any]] = {"gpt": Gpt, "llama": Llama, "moe": Moe}
 
 
-def build(config: ModelConfig, vocab_size: int, *, rngs: "nnx.Rngs") -> Any:
+def build(config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs) -> Decoder:
     """The model of a configuration, with fresh parameters."""
-    # Imported late: the command line takes its options from here and needs no JAX.
-    module = importlib.import_module(f"examples.models.{config.architecture}")
-    return getattr(module, _CLASSES[config.architecture])(config, vocab_size, rngs=rngs)
+    return _CLASSES[config.architecture](config, vocab_size, rngs=rngs)
 
 
-def matrix_rules(config: ModelConfig) -> "m2.MatrixRules":
+def make_model(config: ModelConfig, vocab_size: int) -> tuple[Any, jax.stages.Wrapped]:
+    """The model's structure, and a jitted function from a key to its parameters.
+
+    The parameters are plain nested dictionaries: what Optax, jit and checkpoints take
+    without further ado.
+    """
+
+    def make(key: jax.Array) -> nnx.Module:
+        return build(config, vocab_size, rngs=nnx.Rngs(key))
+
+    abstract = nnx.eval_shape(make, jax.random.key(0))
+    graphdef, _ = nnx.split(abstract, nnx.Param)
+
+    @jax.jit
+    def init(key: jax.Array) -> Any:
+        return nnx.to_pure_dict(nnx.state(make(key), nnx.Param))
+
+    return graphdef, init
+
+
+def matrix_rules(config: ModelConfig) -> m2.MatrixRules:
     """Which parameters the Muon family trains: every (..., in, out) of a block.
 
     Axes in front, of layers that are scanned or of experts, stack matrices. Embeddings,
     head, norms, biases and routers stay with AdamW.
     """
-    import muon2_optax as m2
-
     axes = m2.MatrixAxes(-2, -1)
     rules = ((r"norm|bias|router", None), (r"blocks/.*kernel$", axes))
     if config.architecture == "moe":
         rules += ((r"experts/(up|down)$", axes),)
     return m2.MatrixRules(rules, strict=True)
+
+
+class Sizes(NamedTuple):
+    """Of a model; FLOPs are those of a training step, for MFU.
+
+    They are the products of the forward pass and twice that for the backward pass; of
+    attention the half that a causal mask leaves. Recomputation, lookups and elementwise
+    work are left out.
+    """
+
+    parameters: int
+    active: int  # that one token passes through; all, but for an MoE
+    flops_per_token: float
+
+
+def sizes(config: ModelConfig, params: Any) -> Sizes:
+    """Counted from the parameters, or from their shapes."""
+    total = active = multiplied = 0.0
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        expert = "/experts/" in name
+        used = leaf.size * (config.active_experts / config.experts if expert else 1)
+        total, active = total + leaf.size, active + used
+        tied_head = name == "embed/embedding" and "lm_head" not in params
+        if expert or tied_head or name.endswith("/kernel"):
+            multiplied += used if "router" not in name else leaf.size
+    attention = config.layers * 2 * config.seq_len * config.dim
+    return Sizes(int(total), int(active), 3.0 * (2 * multiplied + attention))

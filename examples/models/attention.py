@@ -4,24 +4,40 @@ Arrays carry their axes in their names: B batch, L length, D model width, H head
 K width of one head; C is one chunk of queries, N their number.
 """
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from examples.config import ModelConfig
 from examples.mesh import BATCH, constrain
-from examples.models.config import ModelConfig
 from examples.models.layers import Linear, out_gain
 
 Rotation = tuple[jax.Array, jax.Array]
+_QUERIES = 512
 
 
-def rotation(length: int, width: int, theta: float) -> Rotation:
+class Place(NamedTuple):
+    """Where the tokens stand: the position of the first, and angles of all."""
+
+    position: Any
+    rotation: Rotation | None
+
+
+class Cache(NamedTuple):
+    """Keys and values (B, seq_len, H, K) of the tokens so far."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def rotation(position: Any, length: int, width: int, theta: float) -> Rotation:
     """Cosines and sines (1, L, 1, K / 2) of each position's angles, in float32."""
     half = width // 2
     frequency_K = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_LxK = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_K[None, :]
+    position_L = position + jnp.arange(length, dtype=jnp.float32)
+    angle_LxK = position_L[:, None] * frequency_K[None, :]
     angle_1xLx1xK = angle_LxK[None, :, None, :]
     return jnp.cos(angle_1xLx1xK), jnp.sin(angle_1xLx1xK)
 
@@ -49,38 +65,41 @@ def _kernel(config: ModelConfig) -> Literal["xla", "cudnn"]:
     return "cudnn" if gpu and width <= 128 and width % 8 == 0 else "xla"
 
 
-# Queries that XLA's attention takes at a time. More than twice as many come in chunks,
-# whose scores are computed once more in the backward pass instead of being kept.
-_QUERIES = 512
-
-
 def attention(
     config: ModelConfig,
     q_BxLxHxK: jax.Array,
     k_BxLxHxK: jax.Array,
     v_BxLxHxK: jax.Array,
 ) -> jax.Array:
-    """Causal attention by the kernel of `--attention`."""
-    length, kernel = q_BxLxHxK.shape[1], _kernel(config)
+    """Causal attention by the kernel of `--attention`.
+
+    XLA's takes more than twice `_QUERIES` queries in chunks, whose scores are computed
+    once more in the backward pass instead of being kept.
+    """
+    (batch, length, *width), kernel = q_BxLxHxK.shape, _kernel(config)
     if kernel == "cudnn" or length <= 2 * _QUERIES or length % _QUERIES:
         return jax.nn.dot_product_attention(
             q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation=kernel
         )
 
     @jax.checkpoint
-    def chunk(q_BxCxHxK: jax.Array, first: jax.Array) -> jax.Array:
-        row_C = first + jnp.arange(_QUERIES)
-        mask_1x1xCxL = (row_C[:, None] >= jnp.arange(length)[None, :])[None, None]
-        return jax.nn.dot_product_attention(
-            q_BxCxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask_1x1xCxL, implementation="xla"
-        )
+    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        cache = Cache(k_BxLxHxK, v_BxLxHxK)
+        return _attend(part[0], cache, part[1])
 
-    batch, _, heads, width = q_BxLxHxK.shape
-    shape = (batch, -1, _QUERIES, heads, width)
-    chunks_NxBxCxHxK = q_BxLxHxK.reshape(shape).swapaxes(0, 1)
+    chunks = q_BxLxHxK.reshape(batch, -1, _QUERIES, *width).swapaxes(0, 1)
     firsts_N = jnp.arange(0, length, _QUERIES)
-    o_NxBxCxHxK = jax.lax.map(lambda part: chunk(*part), (chunks_NxBxCxHxK, firsts_N))
+    o_NxBxCxHxK = jax.lax.map(chunk, (chunks, firsts_N))
     return o_NxBxCxHxK.swapaxes(0, 1).reshape(q_BxLxHxK.shape)
+
+
+def _attend(q_BxLxHxK: jax.Array, cache: Cache, position: Any) -> jax.Array:
+    """Attention of tokens from `position` on to all that is there up to each."""
+    row_L = position + jnp.arange(q_BxLxHxK.shape[1])
+    mask_LxS = row_L[:, None] >= jnp.arange(cache.keys.shape[1])[None, :]
+    return jax.nn.dot_product_attention(
+        q_BxLxHxK, *cache, mask=mask_LxS[None, None], implementation="xla"
+    )
 
 
 class Attention(nnx.Module):
@@ -96,7 +115,9 @@ class Attention(nnx.Module):
             dim, dim, dtype, rngs, gain=out_gain(config), bias=bias, split="in"
         )
 
-    def __call__(self, x_BxLxD: jax.Array, rotation: Rotation | None) -> jax.Array:
+    def __call__(
+        self, x_BxLxD: jax.Array, place: Place, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None]:
         batch, length, dim = x_BxLxD.shape
         heads = self.config.heads
 
@@ -106,8 +127,14 @@ class Attention(nnx.Module):
 
         maps = (self.query, self.key, self.value)
         q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (split(m(x_BxLxD)) for m in maps)
-        if rotation is not None:
-            q_BxLxHxK = rotate(q_BxLxHxK, rotation)
-            k_BxLxHxK = rotate(k_BxLxHxK, rotation)
-        o_BxLxHxK = attention(self.config, q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
-        return self.out(o_BxLxHxK.reshape(batch, length, dim))
+        if place.rotation is not None:
+            q_BxLxHxK = rotate(q_BxLxHxK, place.rotation)
+            k_BxLxHxK = rotate(k_BxLxHxK, place.rotation)
+        if cache is None:
+            o_BxLxHxK = attention(self.config, q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
+        else:
+            new = zip(cache, (k_BxLxHxK, v_BxLxHxK))
+            at = (0, place.position, 0, 0)
+            cache = Cache(*(jax.lax.dynamic_update_slice(x, y, at) for x, y in new))
+            o_BxLxHxK = _attend(q_BxLxHxK, cache, place.position)
+        return self.out(o_BxLxHxK.reshape(batch, length, dim)), cache

@@ -1,27 +1,22 @@
-"""What the decoders have in common: linear maps, norms, the head, stacks of blocks.
+"""What the decoders are made of: linear maps, norms, activations, the embedding.
 
 Arrays carry their axes in their names: B batch, L length, D model width,
 F feed-forward width, V vocabulary, N layers.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from examples.config import ModelConfig
 from examples.mesh import BATCH, constrain
-from examples.models import loss
-from examples.models.config import ModelConfig
 
 # The usual deviation for embedding and head. Matrices inside the blocks go by their
 # width, 1 / sqrt(fan_in), which is near 0.02 at 2,500 but far above it in small models.
 OUTER_STD = 0.02
-
-# A block takes activations and a context, and gives activations and a loss of its own.
-Block = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class Linear(nnx.Module):
@@ -74,25 +69,16 @@ def normalize(
     return y_BxLxD.astype(x_BxLxD.dtype)
 
 
-class RmsNorm(nnx.Module):
-    """Divides by the root of the mean square, and scales."""
+class Norm(nnx.Module):
+    """RMSNorm, or LayerNorm with `bias`."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, bias: bool):
         self.scale = nnx.Param(jnp.ones(config.dim, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(config.dim, jnp.float32)) if bias else None
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        return normalize(x_BxLxD, self.scale[...], None)
-
-
-class LayerNorm(nnx.Module):
-    """Subtracts the mean, divides by the deviation, scales and shifts."""
-
-    def __init__(self, config: ModelConfig):
-        self.scale = nnx.Param(jnp.ones(config.dim, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(config.dim, jnp.float32))
-
-    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        return normalize(x_BxLxD, self.scale[...], self.bias[...])
+        bias_D = None if self.bias is None else self.bias[...]
+        return normalize(x_BxLxD, self.scale[...], bias_D)
 
 
 @jax.checkpoint
@@ -126,95 +112,3 @@ class Embedding(nnx.Module):
 def out_gain(config: ModelConfig) -> float:
     """Keeps the residual stream's size at the start the same at any depth."""
     return (2 * config.layers) ** -0.5
-
-
-class Decoder(nnx.Module):
-    """What every decoder offers on top of `features` and `head`."""
-
-    config: ModelConfig
-
-    def features(self, tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the head sees (B, L, D), and the weighted loss of the blocks."""
-        raise NotImplementedError
-
-    def head(self) -> jax.Array:
-        """The matrix (D, V) that makes logits of features, in float32."""
-        raise NotImplementedError
-
-    def logits(self, x_BxLxD: jax.Array) -> jax.Array:
-        """Float32 logits (B, L, V) of features."""
-        w_DxV = self.head()
-        w_DxW = loss.padded(w_DxV.astype(x_BxLxD.dtype))
-        return loss.product(x_BxLxD, w_DxW)[..., : w_DxV.shape[1]]
-
-    def loss(
-        self,
-        x_BxLxD: jax.Array,
-        targets_BxL: jax.Array,
-        *,
-        z_weight: float = 0.0,
-        chunks: int = 1,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Mean cross entropy of features with the z-loss, and without it.
-
-        Computed `chunks` parts of the positions one after the other; see `head_loss`.
-        """
-        return loss.head_loss(x_BxLxD, self.head(), targets_BxL, z_weight, chunks)
-
-    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
-        return self.logits(self.features(tokens_BxL)[0])
-
-
-def make_blocks(
-    config: ModelConfig, make: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs
-) -> Any:
-    """One block per layer: a list, or one block whose parameters are (N, ...).
-
-    Both hold the same numbers for the same key.
-    """
-    keys = jax.random.split(rngs.params(), config.layers)
-    abstract = nnx.eval_shape(lambda key: make(nnx.Rngs(key)), keys[0])
-    graphdef, _ = nnx.split(abstract, nnx.Param)
-    # One program makes all layers in a loop: random numbers for each layer take long to
-    # compile, and also a stack of them where XLA moves the slices below into it.
-    stacked = jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(key)), nnx.Param), keys)
-    if config.scan_layers:
-        return nnx.merge(graphdef, stacked)
-    layers = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.layers))
-    return nnx.List([nnx.merge(graphdef, layer) for layer in layers])
-
-
-def _checkpointed(config: ModelConfig, function: Block) -> Block:
-    if config.remat == "none":
-        return function
-    policies = jax.checkpoint_policies
-    policy = {
-        "dots": policies.dots_with_no_batch_dims_saveable,
-        "full": policies.nothing_saveable,
-    }[config.remat]
-    # Under a scan nothing can be merged across the boundary, so no barrier is needed.
-    return jax.checkpoint(function, policy=policy, prevent_cse=not config.scan_layers)
-
-
-def run_blocks(
-    config: ModelConfig, blocks: Any, x_BxLxD: jax.Array, *context: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The activations after all blocks, and the sum of the blocks' own losses."""
-
-    def apply(block: Any, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        graphdef, params = block
-        x_BxLxD = constrain(x_BxLxD, BATCH, None, None)
-        return nnx.merge(graphdef, params)(x_BxLxD, *context)
-
-    if config.scan_layers:
-        graphdef, stacked = nnx.split(blocks, nnx.Param)
-        step = _checkpointed(config, lambda p, x: apply((graphdef, p), x))
-        x_BxLxD, aux_N = jax.lax.scan(lambda x, p: step(p, x), x_BxLxD, stacked)
-        return x_BxLxD, aux_N.sum()
-    total = jnp.zeros((), jnp.float32)
-    for block in blocks:
-        graphdef, params = nnx.split(block, nnx.Param)
-        step = _checkpointed(config, lambda p, x, g=graphdef: apply((g, p), x))
-        x_BxLxD, aux = step(params, x_BxLxD)
-        total = total + aux
-    return x_BxLxD, total

@@ -10,12 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
-from examples.mesh import BATCH, constrain, on_mesh
+from examples.config import ModelConfig
+from examples.mesh import BATCH, constrain
 from examples.models import layers
-from examples.models.attention import Attention, Rotation
-from examples.models.config import ModelConfig
 from examples.models.llama import Llama
 
 _ROWS = ("data", "fsdp")  # what divides rows while `expert` divides experts
@@ -50,14 +48,6 @@ def _gather_backward(back_BxMxR: jax.Array, g_BxNxD: jax.Array):
 
 
 gather_rows.defvjp(lambda x, index, back: (_take(x, index), back), _gather_backward)
-
-
-def sorted_routes(expert_BxLxA: jax.Array) -> Routes:
-    """All choices, ordered by expert: nothing is dropped."""
-    batch, length, active = expert_BxLxA.shape
-    choice_BxS = jnp.argsort(expert_BxLxA.reshape(batch, -1), axis=1)
-    place = jnp.argsort(choice_BxS, axis=1)
-    return Routes(place.reshape(batch, length, active), choice_BxS)
 
 
 def capacity_routes(expert_BxLxA: jax.Array, experts: int, places: int) -> Routes:
@@ -124,21 +114,15 @@ class Experts(nnx.Module):
         self.up = nnx.Param(init_up(rngs.params(), up, jnp.float32))
         self.down = nnx.Param(init_down(rngs.params(), down, jnp.float32))
 
-    def weights(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Both stacks in the compute dtype, gathered after rounding."""
-        up = constrain(self.up[...].astype(dtype), "expert", None, "tensor")
-        down = constrain(self.down[...].astype(dtype), "expert", "tensor", None)
-        return up, down
+    def __call__(self, x_BxExCxD: jax.Array) -> jax.Array:
+        """Tokens at the places of each expert, through it.
 
-    def ragged(self, x_NxD: jax.Array, size_E: jax.Array) -> jax.Array:
-        """Tokens that are ordered by expert, of which `size_E` go to each."""
-        up_ExDxF, down_ExFxD = self.weights(x_NxD.dtype)
-        h_NxF = layers.gelu(jax.lax.ragged_dot(x_NxD, up_ExDxF, size_E))
-        return jax.lax.ragged_dot(h_NxF, down_ExFxD, size_E)
-
-    def stacked(self, x_BxExCxD: jax.Array) -> jax.Array:
-        """Tokens at the places of each expert."""
-        up_ExDxF, down_ExFxD = self.weights(x_BxExCxD.dtype)
+        The weights are gathered in the compute dtype, after rounding.
+        """
+        up_ExDxF = self.up[...].astype(x_BxExCxD.dtype)
+        up_ExDxF = constrain(up_ExDxF, "expert", None, "tensor")
+        down_ExFxD = self.down[...].astype(x_BxExCxD.dtype)
+        down_ExFxD = constrain(down_ExFxD, "expert", "tensor", None)
         x_BxExCxD = constrain(x_BxExCxD, _ROWS, "expert", None, None)
         h_BxExCxF = jnp.einsum("becd,edf->becf", x_BxExCxD, up_ExDxF)
         h_BxExCxF = layers.gelu(constrain(h_BxExCxF, _ROWS, "expert", None, "tensor"))
@@ -157,65 +141,23 @@ class Mixture(nnx.Module):
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, (batch, length, dim) = self.config, x_BxLxD.shape
         weight_BxLxA, expert_BxLxA, loss = self.router(x_BxLxD)
-        ragged = config.moe_dispatch == "ragged"
-        if config.moe_dispatch == "auto":
-            # Elsewhere XLA sends every token through every expert: measured on an H100,
-            # five times slower than places at 16 experts.
-            ragged = jax.default_backend() == "tpu" and not on_mesh()
-        if ragged:  # all rows as one: experts are served from everywhere
-            x = x_BxLxD.reshape(1, batch * length, dim)
-            routes = sorted_routes(expert_BxLxA.reshape(1, batch * length, -1))
-            size_E = jnp.bincount(expert_BxLxA.reshape(-1), length=config.experts)
-        else:
-            share = length * config.active_experts / config.experts
-            places = min(length, math.ceil(config.capacity_factor * share))
-            x, size_E = x_BxLxD, None
-            routes = capacity_routes(expert_BxLxA, config.experts, places)
-        y = self._through(x, routes, size_E)
-        y_BxLxAxD = y.reshape(batch, length, config.active_experts, dim)
+        share = length * config.active_experts / config.experts
+        places = min(length, math.ceil(config.capacity_factor * share))
+        routes = capacity_routes(expert_BxLxA, config.experts, places)
+        choice_BxS = routes.choice_BxS
+        token_BxS = jnp.where(choice_BxS < 0, -1, choice_BxS // config.active_experts)
+        x_BxSxD = gather_rows(x_BxLxD, token_BxS, routes.place_BxLxA)
+        x_BxExCxD = x_BxSxD.reshape(batch, config.experts, places, dim)
+        y_BxSxD = self.experts(x_BxExCxD).reshape(x_BxSxD.shape)
+        y_BxSxD = constrain(y_BxSxD, BATCH, None, None)
+        place_BxS = routes.place_BxLxA.reshape(batch, -1)
+        y_BxSxD = gather_rows(y_BxSxD, place_BxS, choice_BxS[..., None])
+        y_BxLxAxD = y_BxSxD.reshape(batch, length, config.active_experts, dim)
         weight_BxLxA = weight_BxLxA.astype(y_BxLxAxD.dtype)
         return jnp.einsum("blad,bla->bld", y_BxLxAxD, weight_BxLxA), loss
-
-    def _through(
-        self, x_BxLxD: jax.Array, routes: Routes, size_E: jax.Array | None
-    ) -> jax.Array:
-        """The experts' results (B, L * A, D) for all choices, zeros for dropped ones.
-
-        `size_E` tells the dispatch without drops from that with places.
-        """
-        batch, _, dim = x_BxLxD.shape
-        active, experts = self.config.active_experts, self.config.experts
-        choice_BxS = routes.choice_BxS
-        token_BxS = jnp.where(choice_BxS < 0, -1, choice_BxS // active)
-        x_BxSxD = gather_rows(x_BxLxD, token_BxS, routes.place_BxLxA)
-        if size_E is not None:
-            y_BxSxD = self.experts.ragged(x_BxSxD[0], size_E)[None]
-        else:
-            x_BxExCxD = x_BxSxD.reshape(batch, experts, -1, dim)
-            y_BxSxD = self.experts.stacked(x_BxExCxD).reshape(x_BxSxD.shape)
-            y_BxSxD = constrain(y_BxSxD, BATCH, None, None)
-        place = routes.place_BxLxA.reshape(batch, -1)
-        return gather_rows(y_BxSxD, place, choice_BxS[..., None])
-
-
-class Block(nnx.Module):
-    """Pre-norm residual block: attention, then a mixture of experts."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = layers.RmsNorm(config)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = layers.RmsNorm(config)
-        self.mlp = Mixture(config, rngs)
-
-    def __call__(
-        self, x_BxLxD: jax.Array, rotation: Rotation
-    ) -> tuple[jax.Array, jax.Array]:
-        x_BxLxD = x_BxLxD + self.attention(self.attention_norm(x_BxLxD), rotation)
-        y_BxLxD, loss = self.mlp(self.mlp_norm(x_BxLxD))
-        return x_BxLxD + y_BxLxD, loss
 
 
 class Moe(Llama):
     """Token ids (B, L) to float32 logits (B, L, V), through experts."""
 
-    make_block = Block
+    feed_forward = Mixture

@@ -12,6 +12,7 @@ import pytest
 TINY = (
     *("--dim", "32", "--layers", "1", "--heads", "2", "--hidden", "64"),
     *("--seq-len", "32", "--batch-size", "4", "--eval-tokens", "512"),
+    *("--mesh", "data=1"),
 )
 
 

@@ -1,7 +1,9 @@
 """Full disks, damaged checkpoints, other meshes: the last good state is never lost."""
 
+import contextlib
 import errno
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -13,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import checkpoint, plot, step
+from examples import checkpoint, evaluate, plot, sample, step
 from examples.config import parse
 from examples.data import loader
-from examples.files import WriteFailed
-from examples.flags import UserError
-from examples.folder import locked
+from examples.files import RecordFile, WriteFailed, read_metrics
+from examples.models import make_model
+from examples.options import UserError
 from examples.pretrain import main
-from examples.records import RecordFile, read_metrics
+from examples.runs import locked, store_settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -152,6 +154,37 @@ def test_a_damaged_checkpoint_has_a_neighbour(finished: Path, tmp_path: Path) ->
         checkpoint.load_params(folder)
 
 
+def test_damaged_parameters_are_neither_sampled_nor_evaluated(
+    finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One bit, or a file cut short; one line is said, and nothing by libraries."""
+    for kind in ("flipped", "truncated"):
+        folder = cut_back(finished, tmp_path / kind)
+        damage(folder / "checkpoints" / "muon2" / "12" / "params", kind)
+        assert sample.main(["--run", str(folder)]) == 2
+        out, err = capfd.readouterr()
+        assert "checkpoint of step 12 is unreadable" in err and "--step 8 can be" in err
+        assert not out and err.count("\n") == 1 and "handler" not in err
+    argv = ["--run", str(folder), "--task-data", str(tmp_path)]
+    assert evaluate.main(argv) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_parameters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    config = parse(["--optimizer", "adamw", "--dim", "16", "--hidden", "16"])
+    store_settings(tmp_path, config, 257, "0", write=True)
+    _, init = make_model(config.model, 257)
+    params = init(jax.random.key(0))
+    params["final_norm"]["scale"] = params["final_norm"]["scale"].at[3].set(jnp.nan)
+    count = jnp.int32(5)
+    state = step.TrainState(params, {"count": count}, count, count, count)
+    place = tmp_path / "checkpoints" / "adamw"
+    with contextlib.closing(checkpoint.Store(place, keep=1)) as store:
+        store.save(state)
+    with pytest.raises(UserError, match="its parameters are not finite"):
+        checkpoint.load_params(tmp_path)
+
+
 def test_other_text_is_refused(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +192,7 @@ def test_other_text_is_refused(
     other = tmp_path / "other.txt"
     other.write_text("to be or not to be, that is the question\n" * 500)
     assert main(["--resume", "--out", str(folder), "--data", str(other)]) == 2
-    assert "the text differs" in capsys.readouterr().err
+    assert "the text or its tokenizer differs" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -254,7 +287,7 @@ def test_digest_sees_every_bit_and_no_division() -> None:
 
 
 def test_load_params_names_what_is_missing(finished: Path, tmp_path: Path) -> None:
-    params, config = checkpoint.load_params(finished, "muon2", 8)
+    params, config, _ = checkpoint.load_params(finished, "muon2", 8)
     assert config.run.steps == 12
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
     with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there: \[4, 8, 12"):
@@ -291,3 +324,50 @@ def test_a_failing_step_is_skipped_counted_and_shown(
     assert [r["grad_norm"] is None for r in train] == [r["step"] == 5 for r in train]
     assert train[-1]["loss"] < train[0]["loss"]
     assert [r["skipped"] for r in train] == [0] * 4 + [1] * 4
+
+
+def injure(path: Path, rng: random.Random) -> str:
+    """Damage one file of a checkpoint in some way; says how."""
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.stat().st_size)
+    file = rng.choice(files)
+    raw = bytearray(file.read_bytes())
+    kind = rng.choice(["bit", "byte", "cut", "zeros", "missing", "swapped", "longer"])
+    place = rng.randrange(len(raw))
+    if kind == "bit":
+        raw[place] ^= 1 << rng.randrange(8)
+    elif kind == "byte":
+        raw[place] = (raw[place] + rng.randrange(1, 256)) % 256
+    elif kind == "cut":
+        raw = raw[:place]
+    elif kind == "zeros":
+        raw[place : place + 64] = bytes(len(raw[place : place + 64]))
+    elif kind == "swapped":
+        raw = bytearray(rng.choice(files).read_bytes())
+    elif kind == "longer":
+        raw += raw[-100:]
+    file.write_bytes(bytes(raw))
+    if kind == "missing":
+        file.unlink()
+    return f"{kind} of {file.relative_to(path)}"
+
+
+@pytest.mark.slow
+def test_no_damage_gives_a_wrong_number(finished: Path, tmp_path: Path) -> None:
+    """80 damages of the newest checkpoint: it is refused, or the numbers are right."""
+    expected, config, _ = checkpoint.load_params(finished, step=12)
+    refused = 0
+    for seed in range(80):
+        folder = tmp_path / str(seed)
+        copy = folder / "checkpoints" / "muon2" / "12"
+        shutil.copytree(finished / "checkpoints" / "muon2" / "12", copy)
+        shutil.copy(finished / "config.json", folder)
+        how = injure(copy, random.Random(seed))
+        try:
+            found, _, _ = checkpoint.load_params(folder)
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500, how
+            refused += 1
+        else:
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+        shutil.rmtree(folder)
+    assert refused > 20  # most damages are of what is not read, or of zeros

@@ -4,9 +4,7 @@ import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,21 +13,22 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import evaluate
+from examples import evaluate, files, trained
 from examples.config import parse
 from examples.data import tokens as tok
-from examples.evaluation import scoring
-from examples.evaluation.scoring import Request
-from examples.evaluation.tasks import TASKS, read_task
-from examples.flags import UserError
-from examples.state import make_model
+from examples.evaluate import Request
+from examples.files import WriteFailed
+from examples.models import make_model
+from examples.options import UserError
+from examples.tasks import TASKS, read_task
+from examples.trained import Model
 
 MAX_LENGTH = 48
 CONFIG = parse(
     [*("--dim", "32", "--layers", "2", "--heads", "2", "--hidden", "64")]
     + ["--seq-len", str(MAX_LENGTH)]
 )
-GRAPHDEF, INIT = make_model(CONFIG.model, 257)
+GRAPHDEF, INIT = make_model(CONFIG.model.without_drops(), 257)
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -44,21 +43,16 @@ def params(quick_compilation: None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def logits_fn(params: Any) -> Any:
-    return evaluate.make_logits_fn(GRAPHDEF, params)
-
-
-@pytest.fixture(scope="module")
-def model(logits_fn: Any) -> evaluate.Model:
-    return evaluate.Model(logits_fn, tok.ByteTokenizer(), MAX_LENGTH)
+def model(params: Any) -> Model:
+    return Model(GRAPHDEF, params, tok.ByteTokenizer(), MAX_LENGTH)
 
 
 @jax.jit
-def all_logits(logits_fn: Any, tokens_1xL: jax.Array) -> jax.Array:
-    return nnx.merge(GRAPHDEF, logits_fn.args[0])(tokens_1xL)[0]
+def all_logits(params: Any, tokens_1xL: jax.Array) -> jax.Array:
+    return nnx.merge(GRAPHDEF, params)(tokens_1xL)[0]
 
 
-def by_definition(logits_fn: Any, context: list[int], ids: list[int]) -> Any:
+def by_definition(model: Model, context: list[int], ids: list[int]) -> Any:
     """One text at a time, by a call of the model, in float64 from the logits on.
 
     Padding keeps compilation short; that it changes nothing is a test of the models.
@@ -66,58 +60,57 @@ def by_definition(logits_fn: Any, context: list[int], ids: list[int]) -> Any:
     tokens = (context + ids)[-(MAX_LENGTH + 1) :]
     padded = np.zeros((1, MAX_LENGTH), np.int32)
     padded[0, : len(tokens) - 1] = tokens[:-1]
-    logits = np.asarray(all_logits(logits_fn, padded), np.float64)
+    logits = np.asarray(all_logits(model.params, padded), np.float64)
     logits = logits[: len(tokens) - 1][-len(ids) :]
     log_prob = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     total = sum(log_prob[i, token] for i, token in enumerate(ids))
     return total, bool((logits.argmax(axis=1) == ids).all())
 
 
-def test_scores_are_those_of_single_texts(logits_fn: Any) -> None:
+def test_scores_are_those_of_single_texts(model: Model) -> None:
     rng = np.random.default_rng(0)
     requests = [
         Request(rng.integers(0, 257, before).tolist(), rng.integers(0, 257, n).tolist())
         for before, n in [(1, 1), (3, 5), (30, 2), (47, 1), (48, 1), (90, 40), (1, 48)]
     ]
     context = requests[1].context
-    best = int(logits_fn(jnp.asarray([context]), jnp.array([[2]]))[0, 0].argmax())
+    padded = jnp.zeros((1, MAX_LENGTH), int).at[0, :3].set(jnp.asarray(context))
+    best = int(all_logits(model.params, padded)[2].argmax())
     requests.append(Request(requests[1].context, [best]))
     for batch_tokens in (1, 10_000):
-        scores = scoring.score(
-            logits_fn, requests, MAX_LENGTH, batch_tokens=batch_tokens
-        )
+        scores = evaluate.score(model, requests, batch_tokens=batch_tokens)
         for request, found in zip(requests, scores, strict=True):
-            total, greedy = by_definition(logits_fn, *request)
+            total, greedy = by_definition(model, *request)
             assert found.log_likelihood == pytest.approx(total, abs=2e-4)
             assert found.is_greedy == greedy
         assert scores[-1].is_greedy and not scores[1].is_greedy
 
 
-def test_long_continuations_go_window_by_window(logits_fn: Any) -> None:
+def test_long_continuations_go_window_by_window(model: Model) -> None:
     ids = np.random.default_rng(1).integers(0, 257, 2 * MAX_LENGTH + 10).tolist()
-    (found,) = scoring.score(logits_fn, [Request([256], ids)], MAX_LENGTH)
+    (found,) = evaluate.score(model, [Request([256], ids)])
     first, second = MAX_LENGTH, 2 * MAX_LENGTH
     parts = [([256], ids[:first]), (ids[:first], ids[first:second])]
     parts.append((ids[:second], ids[second:]))
-    total = sum(by_definition(logits_fn, *part)[0] for part in parts)
+    total = sum(by_definition(model, *part)[0] for part in parts)
     assert found.log_likelihood == pytest.approx(total, abs=1e-3)
 
 
 def test_few_shapes() -> None:
-    sizes = {scoring.bucket(n, 32, 1000) for n in range(1, 1001)}
+    sizes = {evaluate.bucket(n, 32, 1000) for n in range(1, 1001)}
     assert sizes == {32, 64, 128, 256, 512, 1000}
-    assert {scoring.bucket(n, 8, 64) for n in range(1, 65)} == {8, 32, 64}
+    assert {evaluate.bucket(n, 8, 64) for n in range(1, 65)} == {8, 32, 64}
 
 
 def test_spaces_belong_to_the_continuation() -> None:
     tokenizer = tok.ByteTokenizer()
     pairs = [("ab ", "c"), ("ab", " c"), ("", "c"), (" ", "c")]
-    one, two, empty, blank = scoring.encode_pairs(tokenizer, pairs)
+    one, two, empty, blank = evaluate.encode_pairs(tokenizer, pairs)
     assert one == two == Request([97, 98], [32, 99])
     assert empty == Request([256], [99])
     assert blank == Request([256], [32, 99])
     with pytest.raises(UserError, match="no token left"):
-        scoring.encode_pairs(tokenizer, [("ab", "")])
+        evaluate.encode_pairs(tokenizer, [("ab", "")])
 
 
 RECORDS = {
@@ -188,7 +181,7 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_prompts(task_data: Path) -> None:
-    first = {name: read_task(task, task_data)[0] for name, task in TASKS.items()}
+    first = {name: read_task(name, task_data)[0] for name in TASKS}
     assert first["piqa"].pairs[0] == ("Question: open 0\nAnswer:", " pull it")
     assert first["arc_easy"].pairs[1] == ("Question: What is 0?\nAnswer:", " a number")
     assert first["openbookqa"].pairs[3] == ("A dog 0 eats", " d")
@@ -197,13 +190,13 @@ def test_prompts(task_data: Path) -> None:
     assert first["copa"].pairs[1] == ("The man 0 ran because", "  i swam.")
     context = "A fox 0.\nQuestion: is it a fox?\nAnswer:"
     assert first["boolq"].pairs == [(context, " no"), (context, " yes")]
-    contexts = [q.pairs[0][0] for q in read_task(TASKS["hellaswag"], task_data)]
+    contexts = [q.pairs[0][0] for q in read_task("hellaswag", task_data)]
     assert contexts == [
         "Sailing: A man is in a boat. The man",
         "Cooking: How to bake. Take some flour (see above).",
         "Cutting: A dog sits! It barks. A woman in a red hat",
     ]
-    assert len(read_task(TASKS["arc_easy"], task_data, limit=2)) == 2
+    assert len(read_task("arc_easy", task_data, limit=2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -223,21 +216,20 @@ def test_broken_task_files_are_named(
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError) as error:
-        read_task(TASKS["piqa"], tmp_path)
+        read_task("piqa", tmp_path)
     assert said in str(error.value) and str(path) in str(error.value)
 
 
-def test_metrics_by_definition(model: evaluate.Model, task_data: Path) -> None:
-    options = evaluate.EvaluateConfig(run="-", task_data=str(task_data))
+def test_metrics_by_definition(model: Model, task_data: Path) -> None:
     results = {
-        name: found for name, _, found in evaluate.evaluate_files(model, options)
+        name: found for name, _, found in evaluate.evaluate_tasks(model, task_data)
     }
     assert list(results) == list(TASKS)
     right, right_norm = [], []
     for record in RECORDS["openbook_qa.jsonl"]:
         context = list(record["query"].encode())
         values = [
-            by_definition(model.logits_fn, context, list(f" {choice}".encode()))[0]
+            by_definition(model, context, list(f" {choice}".encode()))[0]
             for choice in record["choices"]
         ]
         lengths = [len(choice) for choice in record["choices"]]
@@ -250,27 +242,30 @@ def test_metrics_by_definition(model: evaluate.Model, task_data: Path) -> None:
     assert found["acc_stderr"] == pytest.approx(error)
     word = list(b" no")
     values = [
-        by_definition(model.logits_fn, list(record["context"].encode()), word)[0]
+        by_definition(model, list(record["context"].encode()), word)[0]
         for record in RECORDS["lambada_openai.jsonl"]
     ]
+    chances = {name: found.get("chance") for name, found in results.items()}
+    assert chances["openbookqa"] == 0.25 and chances["piqa"] == 0.5
     found = results["lambada_openai"]
+    assert "chance" not in found
     assert found["perplexity"] == pytest.approx(math.exp(-np.mean(values)), rel=1e-4)
 
 
 @pytest.fixture
-def checkpoint(monkeypatch: pytest.MonkeyPatch, params: Any) -> ModuleType:
+def checkpoint(monkeypatch: pytest.MonkeyPatch, params: Any, tmp_path: Path) -> None:
     """A run's parameters, without a run."""
-    module: Any = SimpleNamespace(load_params=lambda folder, **_: (params, CONFIG))
-    monkeypatch.setitem(sys.modules, "examples.checkpoint", module)
-    return module
+    found = params, CONFIG, None
+    monkeypatch.setattr(trained, "load_params", lambda *_, **__: found)
 
 
 def test_a_run_is_evaluated_and_recorded(
-    checkpoint: ModuleType,
+    checkpoint: None,
     task_data: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    tok.ByteTokenizer().save(tmp_path / tok.FILE)
     argv = ["--run", str(tmp_path), "--task-data", str(task_data), "--limit", "2"]
     assert evaluate.main([*argv, "--tasks", "piqa,lambada_openai"]) == 0
     said = capsys.readouterr().out
@@ -289,16 +284,20 @@ def test_a_run_is_evaluated_and_recorded(
     [
         ([], "--run FOLDER"),
         (["--run", "x"], "--task-data FOLDER"),
-        (["--run", "x", "--harness"], "--harness needs --tasks"),
         (["--run", "x", "--task-data", ".", "--tasks", "some"], "some: unknown"),
     ],
 )
 def test_errors_are_one_line(
-    checkpoint: ModuleType,
+    checkpoint: None,
     argv: list[str],
     said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    tok.ByteTokenizer().save(tmp_path / "x" / tok.FILE)
     assert evaluate.main(argv) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
@@ -376,20 +375,19 @@ def hub_tasks(folder: Path, limit: int = 0) -> list[Any]:
 
 @pytest.mark.slow
 def test_all_numbers_are_those_of_the_harness(
-    model: evaluate.Model, task_data: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, task_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tasks, prompts, tokenization, metrics and errors, on the same model."""
     lm_eval = pytest.importorskip("lm_eval")
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # JAX does not survive a fork
-    from examples.evaluation.harness import HarnessModel
+    from benchmarks.harness import HarnessModel
 
-    adapter = HarnessModel(model.logits_fn, model.tokenizer, model.max_length)
+    adapter = HarnessModel(model)
     found = lm_eval.simple_evaluate(
         model=adapter, tasks=hub_tasks(task_data), bootstrap_iters=2000
     )["results"]
-    options = evaluate.EvaluateConfig(run="-", task_data=str(task_data))
     compared = 0
-    for name, _, metrics in evaluate.evaluate_files(model, options):
+    for name, _, metrics in evaluate.evaluate_tasks(model, task_data):
         for key, value in metrics.items():
             theirs = found[name][f"{key},none"]
             # It finds the error of a perplexity by drawing samples of the questions.
@@ -400,14 +398,14 @@ def test_all_numbers_are_those_of_the_harness(
 
 
 @pytest.mark.slow
-def test_the_harness_rolls_and_generates(model: evaluate.Model) -> None:
+def test_the_harness_rolls_and_generates(model: Model) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval import utils
     from lm_eval.api.instance import Instance
 
-    from examples.evaluation.harness import HarnessModel
+    from benchmarks.harness import HarnessModel
 
-    adapter = HarnessModel(model.logits_fn, model.tokenizer, model.max_length)
+    adapter = HarnessModel(model)
 
     def ask(kind: str, *arguments: Any) -> list[Any]:
         request = Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
@@ -416,7 +414,7 @@ def test_the_harness_rolls_and_generates(model: evaluate.Model) -> None:
     text = "a text that is longer than the window of the model, by some " * 2
     windows = utils.get_rolling_token_windows(list(text.encode()), 256, MAX_LENGTH, 1)
     total = sum(
-        by_definition(model.logits_fn, *utils.make_disjoint_window(window))[0]
+        by_definition(model, *utils.make_disjoint_window(window))[0]
         for window in windows
     )
     (rolled,) = ask("loglikelihood_rolling", text)
@@ -425,11 +423,38 @@ def test_the_harness_rolls_and_generates(model: evaluate.Model) -> None:
     (generated,) = ask("generate_until", "abc", options)
     ids = list(b"abc")
     for _ in range(6):
-        last = jnp.array([[len(ids) - 1]])
-        ids.append(int(model.logits_fn(jnp.asarray([ids]), last)[0, 0].argmax()))
+        padded = jnp.zeros((1, MAX_LENGTH), int).at[0, : len(ids)].set(jnp.asarray(ids))
+        ids.append(int(all_logits(model.params, padded)[len(ids) - 1].argmax()))
     expected = model.tokenizer.decode(ids[3:])
     assert generated == expected
     options["until"] = [expected[2]]
     assert ask("generate_until", "abc", options) == [
         expected[: expected.index(expected[2])]
     ]
+
+
+def test_a_model_of_nan_has_no_accuracy(model: Model, task_data: Path) -> None:
+    """The first of all answers would be the best: argmax of NaN is 0."""
+    params = jax.tree.map(lambda x: x * jnp.nan, model.params)
+    with pytest.raises(UserError, match="logits are not finite"):
+        list(evaluate.evaluate_tasks(model._replace(params=params), task_data, "piqa"))
+
+
+def test_tasks_are_evaluated_where_no_record_can_be_written(
+    checkpoint: None,
+    task_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tok.ByteTokenizer().save(tmp_path / tok.FILE)
+
+    def refused(*_: object, **__: object) -> None:
+        raise WriteFailed(tmp_path / "evaluation.jsonl", PermissionError(13, "denied"))
+
+    monkeypatch.setattr(files, "RecordFile", refused)
+    argv = ["--run", str(tmp_path), "--task-data", str(task_data), "--limit", "1"]
+    assert evaluate.main([*argv, "--tasks", "piqa,copa"]) == 1
+    out, err = capsys.readouterr()
+    assert "piqa" in out and "copa" in out and "chance  50.00" in out
+    assert "evaluation.jsonl could not be written" in err and err.count("\n") == 1

@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from examples.flags import UserError
+from examples.config import ModelConfig
 from examples.mesh import batch_sharding, constrain, make_mesh, param_shardings
-from examples.models import ModelConfig, build
+from examples.models import build
+from examples.models.head import head_loss
+from examples.options import UserError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -22,7 +24,8 @@ VOCAB = 64
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
-        ("", {"data": 1}),
+        ("", {"data": 8}),
+        ("data=1", {"data": 1}),
         ("fsdp=4", {"fsdp": 4}),
         ("tensor=2,fsdp=4", {"fsdp": 4, "tensor": 2}),
         ("fsdp=-1,tensor=2", {"fsdp": 4, "tensor": 2}),
@@ -98,8 +101,8 @@ def test_constraints_need_a_mesh_to_act() -> None:
 def loss_and_grads(graphdef: Any, params: Any, tokens_BxM: jax.Array) -> Any:
     def loss(params: Any) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        x, aux = model.features(tokens_BxM[:, :-1])
-        return model.loss(x, tokens_BxM[:, 1:], chunks=2)[0] + aux
+        x, aux, _ = model.features(tokens_BxM[:, :-1])
+        return head_loss(x, model.head(), tokens_BxM[:, 1:], 0.0, 2)[0] + aux
 
     return jax.value_and_grad(loss)(params)
 
@@ -120,7 +123,7 @@ def test_a_mesh_computes_what_one_device_does(
 ) -> None:
     config = ModelConfig(
         model=model, dim=32, heads=2, hidden=64, seq_len=16, scan_layers=scan_layers,
-        moe_dispatch="capacity", capacity_factor=1.5,
+        capacity_factor=1.5,
     )  # fmt: skip
     graphdef, state = nnx.split(build(config, VOCAB, rngs=nnx.Rngs(0)), nnx.Param)
     params = nnx.to_pure_dict(state)
@@ -144,6 +147,6 @@ def test_a_mesh_computes_what_one_device_does(
 
 def test_too_large_a_mesh_says_what_to_do() -> None:
     with pytest.raises(
-        UserError, match="name another --mesh.*device_count=64 imagines"
+        UserError, match="device_count=64 imagines.*name another --mesh"
     ):
         make_mesh("fsdp=64")

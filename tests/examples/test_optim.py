@@ -8,11 +8,9 @@ import pytest
 
 import muon2_optax as m2
 from examples import optim
-from examples.config import OptimConfig
-from examples.flags import UserError
-from examples.models import matrix_rules
-from examples.models.config import ModelConfig
-from examples.state import make_model
+from examples.config import ModelConfig, OptimConfig
+from examples.models import make_model, matrix_rules
+from examples.options import UserError
 
 
 def test_schedule_values() -> None:

@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import math
-import sys
-import types
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,18 @@ import optax
 import pytest
 
 import muon2_optax as m2
-from examples import hardware, optim, plot
+from examples import optim, plot, report, setup
+from examples import train as training
 from examples.checkpoint import load_params
 from examples.config import parse
-from examples.flags import UserError
-from examples.folder import claim_folder
-from examples.models import flops_per_token
+from examples.files import read_metrics
+from examples.models import make_model, sizes
+from examples.options import UserError
 from examples.pretrain import main
-from examples.records import read_metrics
+from examples.runs import claim_folder
 
 Records = list[dict]
+NAMES = ("adamw", "muon2", "muon2_f")
 
 
 def of_kind(folder: Path, kind: str) -> Records:
@@ -42,15 +44,28 @@ def full_run(
     text_path: Path,
     tiny: list[str],
 ) -> Path:
-    """Every optimizer for 30 steps on the same text."""
+    """Three optimizers for 30 steps on the same text."""
     folder = tmp_path_factory.mktemp("run")
     argv = [*tiny, "--data", str(text_path), "--out", str(folder), "--steps", "30"]
-    argv += ["--optimizer", "all", "--eval-every", "10", "--warmup-steps", "3"]
-    assert main([*argv, "--log-every", "1"]) == 0
+    argv += ["--optimizer", ",".join(NAMES), "--eval-every", "10", "--warmup-steps"]
+    assert main([*argv, "3", "--log-every", "1"]) == 0
     return folder
 
 
-@pytest.mark.parametrize("name", ["adamw", *m2.REGISTRY])
+@pytest.mark.slow
+def test_every_optimizer_trains(
+    text_path: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
+    argv += ["--steps", "30", "--optimizer", "all", "--warmup-steps", "3"]
+    assert main([*argv, "--log-every", "1"]) == 0
+    for name in ("adamw", *m2.REGISTRY):
+        records = of_kind(tmp_path / "run", "train")
+        losses = [r["loss"] for r in records if r["optimizer"] == name]
+        assert len(losses) == 30 and sum(losses[-5:]) / 5 < losses[0] - 1.5
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_loss_falls(full_run: Path, name: str) -> None:
     losses = [r["loss"] for r in of_kind(full_run, "train") if r["optimizer"] == name]
     assert len(losses) == 30
@@ -71,7 +86,7 @@ def test_records(full_run: Path) -> None:
     assert run["config"]["run"]["steps"] == 30
     assert run["text"]["train"]["documents"] >= 1
     results = of_kind(full_run, "result")
-    assert [r["optimizer"] for r in results] == ["adamw", *m2.REGISTRY]
+    assert [r["optimizer"] for r in results] == [*NAMES]
     for result in results:
         assert math.isclose(result["perplexity"], math.exp(result["val_loss"]))
         # Nearly every token is one byte.
@@ -82,18 +97,24 @@ def test_records(full_run: Path) -> None:
     assert "embed/embedding" in (full_run / "parameters.txt").read_text()
 
 
-def test_plot(full_run: Path, tmp_path: Path) -> None:
+def test_plot(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (full_run / "loss.png").read_bytes().startswith(b"\x89PNG")
     found = plot.curves([full_run])
-    assert list(found) == ["adamw", *m2.REGISTRY]
+    assert list(found) == [*NAMES]
     train, evals = found["muon2"]["train"], found["muon2"]["eval"]
     assert train[-1]["tokens"] == evals[-1]["tokens"] == 30 * 4 * 32
     assert len(train) == 30
     seconds = [record["seconds"] for record in train]
     assert seconds == sorted(seconds) and seconds[0] > 0
+    before = (full_run / "loss.png").stat().st_mtime_ns
+    monkeypatch.chdir(tmp_path)
+    assert plot.main([str(full_run), str(full_run)]) == 0
+    assert Path("comparison.png").stat().st_size > 1000
+    assert (full_run / "loss.png").stat().st_mtime_ns == before
     target = tmp_path / "all.png"
-    assert plot.main([str(full_run), str(full_run), "--out", str(target)]) == 0
+    assert plot.main([str(full_run), "--out", str(target), "--smooth", "3"]) == 0
     assert target.stat().st_size > 1000
+    assert plot.smoothed([1.0, 3.0, 5.0, 1.0], 2) == [1.0, 2.0, 4.0, 3.0]
     with pytest.raises(UserError, match="metrics.jsonl"):
         plot.curves([tmp_path])
 
@@ -165,19 +186,26 @@ def test_a_run_that_diverges_stops_and_says_so(
     assert main([*argv, "--max-bad-steps", "4", "--log-every", "1"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "adamw: 4 steps in a row" in err and "at step" in err
+    assert "adamw: 4 steps in a row" in err and "the first of them step 1" in err
     (stopped,) = of_kind(tmp_path / "run", "stopped")
     assert stopped["reason"] in err
     skipped = of_kind(tmp_path / "run", "skipped")
     assert [r["in_a_row"] for r in skipped] == [1, 2, 3, 4]
-    with pytest.raises(UserError, match="no checkpoint"):  # of a ruined model
-        load_params(tmp_path / "run")
+    params, _, _ = load_params(tmp_path / "run")  # the untouched model is kept
+    assert np.isfinite(params["lm_head"]["kernel"]).all()
 
 
 def test_a_ruined_model_takes_the_place_of_no_good_one(
-    text_path: Path, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Update 5 is not finite; its gradient is, and so are the steps before."""
+    """Update 5 is not finite; its gradient is, and so are the steps before.
+
+    Nothing of it reaches the model: the state of step 4 is what is saved at the end.
+    """
     plans = optim.plans
 
     def ruining(*args: Any, **kwargs: Any) -> list[optim.Plan]:
@@ -193,8 +221,11 @@ def test_a_ruined_model_takes_the_place_of_no_good_one(
     assert main([*argv, "--max-bad-steps", "4", "--keep", "1"]) == 1
     monkeypatch.undo()
     (kept,) = (tmp_path / "run" / "checkpoints" / "adamw").iterdir()
-    assert kept.name == "4"
-    params, _ = load_params(tmp_path / "run")
+    assert kept.name == "8"
+    err = capsys.readouterr().err
+    assert "the first of them step 5" in err and "go back to checkpoint 8" in err
+    assert err.count("\n") == 1
+    params, _, _ = load_params(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
@@ -220,7 +251,7 @@ def test_mixture_of_experts_with_everything_on(
     argv = ["--model", "moe_tiny", "--dim", "32", "--layers", "1", "--heads", "2"]
     argv += ["--hidden", "32", "--experts", "4", "--seq-len", "32", "--batch-size", "4"]
     argv += ["--data", str(text_path), "--optimizer", "normuon", "--steps", "12"]
-    argv += ["--z-loss", "1e-4", "--ema", "0.9", "--schedule", "wsd", "--log-every"]
+    argv += ["--z-loss", "1e-4", "--schedule", "wsd", "--log-every"]
     argv += ["1", "--weight-decay", "0.1", "--adam-weight-decay", "0.1"]
     argv += ["--shape-scale", "match_rms", "--eval-tokens", "256", "--warmup-steps"]
     argv += ["2", "--mesh", "expert=2", "--out", str(tmp_path / "run")]
@@ -255,54 +286,138 @@ def test_bad_divisions(
     assert said in err and err.count("\n") == 1
 
 
-class FakeLibrary(types.ModuleType):
-    """Stands for tensorboardX and wandb: keeps what it is told."""
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.numbers: dict[str, list[float]] = {}
-
-    def SummaryWriter(self, folder: str) -> "FakeLibrary":
-        self.folder = folder
-        return self
-
-    def add_scalar(self, key: str, value: float, step: int) -> None:
-        self.numbers.setdefault(key, []).append(value)
-
-    def flush(self) -> None:
-        pass
-
-    def init(self, **settings: object) -> "FakeLibrary":
-        return self
-
-    def log(self, numbers: dict[str, float]) -> None:
-        for key, value in numbers.items():
-            self.numbers.setdefault(key, []).append(value)
-
-
-def test_tensorboard_and_wandb(
+def test_the_mfu_is_that_of_a_known_device(
     text_path: Path,
     tiny: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    board, wandb = FakeLibrary("tensorboardX"), FakeLibrary("wandb")
-    monkeypatch.setitem(sys.modules, "tensorboardX", board)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    # A device of known speed, so that there is an MFU to show.
-    monkeypatch.setattr(hardware, "peak_flops", lambda devices: 1e12)
+    monkeypatch.setattr(training, "peak_flops", lambda devices: 1e12)
+    monkeypatch.setattr(report, "_LINE_SECONDS", 0.0)
     argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--steps", "4"]
-    argv += ["--tensorboard", "--wandb", "--log-every", "1"]
-    assert main([*argv, "--out", str(tmp_path / "run")]) == 0
-    train = of_kind(tmp_path / "run", "train")
-    losses = [record["loss"] for record in train]
-    assert board.numbers["train/loss"] == wandb.numbers["muon2/train/loss"] == losses
-    assert len(board.numbers["eval/loss"]) == 1
-    for record in train:
-        flops = flops_per_token(parse(argv).model, 257) * record["tokens_per_second"]
+    assert main([*argv, "--log-every", "1", "--out", str(tmp_path / "run")]) == 0
+    model = parse(argv).model
+    shapes = jax.eval_shape(make_model(model, 257)[1], jax.random.key(0))
+    for record in of_kind(tmp_path / "run", "train"):
+        flops = sizes(model, shapes).flops_per_token * record["tokens_per_second"]
         assert math.isclose(record["mfu"], flops / 1e12)
-    assert "MFU" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main([*argv, "--out", str(tmp_path / "other")]) == 2
-    assert "--wandb: the package 'wandb' is not installed" in capsys.readouterr().err
+    lines = [x for x in capsys.readouterr().out.splitlines() if "muon2 step" in x]
+    # Without a terminal: compiling, every logged step, and the validation.
+    assert "compiling" in lines[0] and "eta" not in lines[0] + lines[1]
+    assert "step 1/4" in lines[1] and "MFU" in lines[1]
+    assert "step 3/4" in lines[3] and "eta 0:0" in lines[3]
+    assert "val loss" in lines[-1] and len(lines) == 6
+
+
+def test_runs_of_other_tokenizers_are_drawn_in_bits_per_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    pyplot = plot._pyplot()
+    monkeypatch.setattr(
+        pyplot.Axes, "set", lambda self, **named: labels.append(named["ylabel"])
+    )
+    record = {"kind": "eval", "optimizer": "muon", "step": 1, "tokens": 8, "seconds": 1}
+    for name, bits in (("bytes", 3.0), ("bpe", 1.5), ("also_bpe", 1.5)):
+        (tmp_path / name).mkdir()
+        line = json.dumps(record | {"loss": 2.0, "bits_per_byte": bits}) + "\n"
+        (tmp_path / name / "metrics.jsonl").write_text(line)
+    for names, unit in (
+        (["bytes", "bpe"], "bits per byte"),
+        (["bpe", "also_bpe"], "nats"),
+    ):
+        labels.clear()
+        plot.plot_runs([tmp_path / name for name in names], tmp_path / "a.png")
+        assert labels[0].startswith(unit) and labels[2] == "nats per token"
+
+
+def test_a_run_begins_with_the_weights_of_another(
+    full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
+) -> None:
+    """With the optimizer's state, too, if that is wanted; schedules begin anew."""
+    argv = [*tiny, "--data", str(text_path), "--optimizer", "muon2", "--seed", "7"]
+    argv += ["--steps", "3", "--log-every", "1", "--init-from", str(full_run)]
+    first = {}
+    for name, more in (("bare", []), ("warm", ["--init-optimizer"])):
+        out = tmp_path / name
+        assert main([*argv, *more, "--warmup-steps", "1", "--out", str(out)]) == 0
+        records = of_kind(out, "train")
+        first[name] = [r["loss"] for r in records]
+        assert records[0]["learning_rate"] == pytest.approx(0.02)
+    done = [r for r in of_kind(full_run, "train") if r["optimizer"] == "muon2"]
+    assert first["bare"][0] == first["warm"][0] < done[0]["loss"] - 1.5
+    assert first["bare"][1:] != first["warm"][1:]
+    assert main([*argv, "--dim", "64", "--out", str(tmp_path / "wide")]) == 2
+
+
+def test_the_best_checkpoint_is_kept_and_the_model_looked_at(
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    losses = iter([3.0, 1.0, 2.0, 2.5])  # the best is that of step 4
+    monkeypatch.setattr(setup.Setup, "evaluate", lambda *_: (next(losses, 2.0), 1.0))
+    question = {"query": "Question: a\n", "choices": ["b", "c"], "gold": 0}
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(question) + "\n")
+    argv = [*tiny, "--data", str(text_path), "--optimizer", "adamw", "--steps", "8"]
+    argv += ["--eval-every", "2", "--keep", "1", "--keep-best"]
+    argv += ["--sample-prompt", "def ", "--task-data", str(tmp_path)]
+    assert main([*argv, "--out", str(tmp_path / "run")]) == 0
+    kept = {p.name for p in (tmp_path / "run" / "checkpoints" / "adamw").iterdir()}
+    assert kept == {"4", "8"}
+    best, last = (
+        load_params(tmp_path / "run", step=step)[0]["final_norm"]["scale"]
+        for step in ("best", None)
+    )
+    assert (best != last).any()
+    out = capsys.readouterr().out
+    assert out.count("'def ") == out.count("piqa  acc") == 4
+    assert [r["step"] for r in of_kind(tmp_path / "run", "task")] == [2, 4, 6, 8]
+    assert all("def " in r["text"] for r in of_kind(tmp_path / "run", "sample"))
+    # The closing table, too, fits into 80 columns.
+    table = out.split("plot:")[0].splitlines()[-6:]
+    (row,) = [line for line in table if "Nesterov" in line]
+    assert "skipped" in row and row.rstrip().endswith(" s")
+    assert "\u2026" not in out and max(map(len, table)) <= 80
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_full_memory_is_one_line_of_advice(
+    kind: str,
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = {
+        "device": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\nmore\nlines"),
+        "host": MemoryError("9 GiB"),
+    }[kind]
+
+    def fails(*_: Any) -> None:
+        raise full
+
+    monkeypatch.setattr(training, "train", fails)
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
+    assert main([*argv, "--optimizer", "adamw", "--steps", "2"]) == 1
+    err = capsys.readouterr().err
+    assert "out of memory" in err and "--accumulate" in err and "--remat full" in err
+    assert "9 GiB" in err and err.count("\n") == 1
+
+
+def test_signals_are_remembered_and_ignored_ones_stay_so() -> None:
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        with training.signals() as received:
+            assert received() == 0
+            os.kill(os.getpid(), number)
+            assert received() == number
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with training.signals() as received:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert received() == 0
+    signal.signal(signal.SIGHUP, before)

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from examples import checkpoint
-from examples.records import read_metrics
+from examples.files import read_metrics
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = (
     *("--optimizer", "muon2", "--eval-every", "40", "--log-every", "1"),
-    *("--save-every", "2", "--ema", "0.9"),
+    *("--save-every", "2"),
 )
 
 
@@ -57,14 +57,14 @@ def runs(
     tmp_path_factory: pytest.TempPathFactory, text_path: Path, tiny: list[str]
 ) -> Runs:
     root = tmp_path_factory.mktemp("resume")
-    cache = ["--compile-cache", str(root / "cache")]
     # One device, and no optimizations: compiling takes most of such a short run.
     quick = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
-    return Runs(root, [*tiny, *OPTIONS, *cache, "--data", str(text_path)], quick)
+    quick["JAX_COMPILATION_CACHE_DIR"] = str(root / "cache")
+    return Runs(root, [*tiny, *OPTIONS, "--data", str(text_path)], quick)
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -111,7 +111,7 @@ def assert_same(first: Path, second: Path) -> None:
         assert [r["tokens"] for r in a] == [r["tokens"] for r in b]
     (a,), (b,) = records(first, "result"), records(second, "result")
     assert (a["digest"], a["val_loss"]) == (b["digest"], b["val_loss"])
-    (left, _), (right, _) = (checkpoint.load_params(f) for f in (first, second))
+    left, right = (checkpoint.load_params(f)[0] for f in (first, second))
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
@@ -123,6 +123,18 @@ def killed_and_resumed(runs: Runs, kills: int, steps: str, seed: int) -> None:
     killed = sum(kill_at_random(runs, folder, rng, steps) for _ in range(kills))
     assert killed == kills, "the run ended too soon: give it more steps"
     runs.finish(folder, "--steps", steps)
+    assert_same(whole, folder)
+
+
+def test_a_killed_run_ends_as_the_uninterrupted_one(runs: Runs) -> None:
+    """Between two checkpoints, as soon as it has trained for some steps."""
+    whole, folder = runs.root / "whole-12", runs.root / "killed-12"
+    process = runs.start(folder, "--steps", "12", "--save-every", "5")
+    wait_for(lambda: last_step(folder) > 6, process)
+    process.kill()
+    process.communicate()
+    runs.finish(folder, "--steps", "12")
+    runs.finish(whole, "--steps", "12")
     assert_same(whole, folder)
 
 
@@ -143,9 +155,9 @@ def test_killed_runs_on_a_gpu(tmp_path: Path, text_path: Path) -> None:
     sizes = ("--dim", "768", "--heads", "6", "--hidden", "1024", "--layers", "3")
     shape = ("--seq-len", "128", "--batch-size", "8", "--eval-tokens", "1024")
     argv = [*sizes, *shape, *OPTIONS, "--deterministic", "--dtype", "bfloat16"]
-    argv += ["--compile-cache", str(tmp_path / "cache"), "--data", str(text_path)]
-    argv += ["--save-every", "6"]
+    argv += ["--data", str(text_path), "--save-every", "6"]
     settings = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": ""}
+    settings["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "cache")
     runs = Runs(tmp_path, argv, settings)
     killed_and_resumed(runs, kills=4, steps="60", seed=3)
 

@@ -1,6 +1,7 @@
 """Sampling continues what a model has learnt, with any tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,13 @@ import pytest
 from flax import nnx
 
 from examples import sample as sampling
-from examples.checkpoint import load_params
-from examples.data import tokens as tok
 from examples.pretrain import main as pretrain
-from examples.sample import SampleConfig, choose, make_generate, sample
-from examples.state import make_model
+from examples.sample import choose, continue_text
+from examples.trained import load_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 SENTENCE = "the quick brown fox jumps over the lazy dog, so it does. "
 
 
@@ -36,31 +36,26 @@ def run(
 
 
 def test_the_likeliest_text_is_the_one_it_knows(run: Path) -> None:
-    config = SampleConfig(str(run), SENTENCE[:-1], temperature=0, max_tokens=70)
-    text = sample(config)
+    text = continue_text(load_model(str(run)), SENTENCE[:-1], max_tokens=70, **GREEDY)
     # Longer than the model sees at once (32 tokens): the window moves on.
     assert text.startswith(SENTENCE + SENTENCE[:40])
 
 
 def test_each_token_is_the_likeliest_after_those_before(run: Path) -> None:
-    """The program of fixed shapes against one pass over the finished text."""
-    config = SampleConfig(str(run), "the quick", temperature=0, max_tokens=12)
-    params, trained = load_params(run)
-    tokenizer = tok.load_tokenizer(run / tok.FILE)
-    graphdef, _ = make_model(trained.model, tokenizer.vocab_size)
-    generate = make_generate(graphdef, 32, tokenizer.end_id, config)
-    (prompt,) = tokenizer.encode([b"the quick"])
-    window = np.zeros(32, np.int32)
-    window[: len(prompt)] = prompt
-    new = np.asarray(generate(params, window, np.int32(len(prompt))))
-    text = np.r_[np.int32(prompt), new][None]
-    likeliest = nnx.merge(graphdef, params)(text)[0].argmax(axis=-1)
-    np.testing.assert_array_equal(likeliest[len(prompt) - 1 : -1], new)
+    """The program with a cache against one pass over the finished text."""
+    model = load_model(str(run))
+    tokenizer = model.tokenizer
+    text = continue_text(model, "the quick", max_tokens=12, **GREEDY)
+    (prompt,), (ids,) = (tokenizer.encode([t.encode()]) for t in ("the quick", text))
+    ids = np.r_[np.int32(tokenizer.end_id), np.int32(ids)]
+    likeliest = nnx.merge(model.graphdef, model.params)(ids[None])[0].argmax(axis=-1)
+    np.testing.assert_array_equal(likeliest[len(prompt) : -1], ids[len(prompt) + 1 :])
 
 
 def test_seeds_and_errors(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_model(str(run))
     texts = [
-        sample(SampleConfig(str(run), "", temperature=3, seed=seed, max_tokens=40))
+        continue_text(model, "", temperature=3, seed=seed, max_tokens=40)
         for seed in (0, 0, 1)
     ]
     assert texts[0] == texts[1] != texts[2]
@@ -77,12 +72,18 @@ def test_choose() -> None:
     logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     keys = jax.random.split(jax.random.key(0), 4000)
 
-    def shares(temperature: float, top_k: int) -> np.ndarray:
-        drawn = jax.vmap(lambda key: choose(logits, key, temperature, top_k))(keys)
+    def shares(temperature: float, top_k: int, top_p: float = 1.0) -> np.ndarray:
+        choices = temperature, top_k, top_p
+        drawn = jax.vmap(lambda key: choose(logits, key, *choices))(keys)
         return np.bincount(drawn, minlength=4) / len(keys)
 
     np.testing.assert_allclose(shares(1.0, 0), [0.5, 0.3, 0.15, 0.05], atol=0.03)
     np.testing.assert_allclose(shares(1.0, 2), [0.625, 0.375, 0, 0], atol=0.03)
+    # The fewest that have this probability together: 0.5 + 0.3, or of the two best.
+    np.testing.assert_allclose(shares(1.0, 0, 0.6), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(shares(1.0, 0, 0.4), [1, 0, 0, 0], atol=0.03)
+    np.testing.assert_allclose(shares(1.0, 2, 0.7), [0.625, 0.375, 0, 0], atol=0.03)
+    np.testing.assert_allclose(shares(1.0, 2, 0.6), [1, 0, 0, 0], atol=0.03)
     assert shares(0, 0)[0] == 1
     sharp = np.exp(np.asarray(logits) / 0.5)
     np.testing.assert_allclose(shares(0.5, 0), sharp / sharp.sum(), atol=0.03)

@@ -37,7 +37,7 @@ def test_a_sweep_and_its_continuation(
     assert len(calls) == 5 and len(set(calls)) == 4
     summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert summary["varied"] == "learning_rate"
-    losses = {(r["row"], r["column"]): r["val_loss"] for r in summary["rows"]}
+    losses = {(r["row"], r["column"]): r["mean"] for r in summary["cells"]}
     assert set(losses) == {(r, o) for r in (0.01, 0.04) for o in ("adamw", "muon")}
     assert losses[0.01, "muon"] != losses[0.04, "muon"]
     shown = capsys.readouterr().out
@@ -57,15 +57,21 @@ def test_a_sweep_and_its_continuation(
 
 
 def test_a_diverging_run_is_a_dash_and_the_others_go_on(
-    text_path: Path, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text_path: Path,
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = ["--set", "learning-rate=1e30,0.01", "--out", str(tmp_path), "--", *tiny]
     argv += ["--data", str(text_path), "--steps", "8", "--optimizer", "adamw"]
     assert sweep.main([*argv, "--max-bad-steps", "2"]) == 1
     summary = json.loads((tmp_path / "sweep.json").read_text())
-    codes = [(r["exit_code"], r["val_loss"] is None) for r in summary["rows"]]
-    assert codes == [(1, True), (0, False)]
+    assert [cell["mean"] is None for cell in summary["cells"]] == [True, False]
     assert "1e+30" in capsys.readouterr().out
+    # It would diverge again: it is not run again.
+    monkeypatch.setattr(sweep, "_run", None)
+    assert sweep.main([*argv, "--max-bad-steps", "2"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,3 +101,25 @@ def test_flags_and_folders() -> None:
     ]
     assert sweep._flags({"nesterov": "false"}) == ["--no-nesterov"]
     assert "/" not in sweep.folder_name({"data": "a/b"})
+
+
+def test_seeds_of_a_setting_are_one_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = {"seed": ["0", "1", "2"], "learning_rate": ["0.1", "0.2"]}
+    losses = {"0.1": [1.0, 2.0, 4.5], "0.2": [3.0, 3.0, None]}
+    for setting in sweep.settings(grid):
+        folder = tmp_path / sweep.folder_name(setting)
+        folder.mkdir()
+        loss = losses[setting["learning_rate"]][int(setting["seed"])]
+        if loss is not None:  # the last one diverged
+            result = {"kind": "result", "optimizer": "muon", "steps": 5}
+            line = json.dumps(result | {"val_loss": loss})
+            (folder / "metrics.jsonl").write_text(line + "\n")
+    summary = sweep.summarize(grid, tmp_path)
+    first, *others = summary["cells"]
+    assert (first["row"], first["column"], first["mean"]) == (0.1, "muon", 2.5)
+    assert first["deviation"] == pytest.approx((3.25) ** 0.5)  # (2.25 + 0.25 + 4) / 2
+    assert all(cell["mean"] is None or cell["row"] == 0.2 for cell in others)
+    sweep.show(summary)
+    assert "2.5000 \u00b1 1.8028" in capsys.readouterr().out

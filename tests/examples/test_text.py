@@ -6,12 +6,14 @@ import lzma
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from examples.data import corpus, installed, reading
-from examples.data.config import DataConfig
-from examples.flags import UserError
+from examples.config import DataConfig, parse
+from examples.data import corpus, loader
+from examples.data import text as texts
+from examples.options import UserError
 
 DOCUMENTS = [f"document {i}\nwith a second line \u00e9\n" for i in range(40)]
 JOINED = "<|endoftext|>\n".join(DOCUMENTS).encode()
@@ -24,15 +26,21 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def load(*paths: Path, **options: float) -> corpus.Corpus:
+def load(*paths: Path, **options: Any) -> corpus.Corpus:
     return corpus.load(DataConfig(data=tuple(map(str, paths)), **options))
 
 
-@pytest.mark.parametrize("suffix", reading.SUFFIXES)
+def size(text: corpus.Corpus) -> int:
+    return sum(map(len, [*text.train, *text.val]))
+
+
+@pytest.mark.parametrize("suffix", texts.SUFFIXES)
 def test_every_form_gives_the_same_documents(tmp_path: Path, suffix: str) -> None:
     content = LINES if "jsonl" in suffix else JOINED
     path = write(tmp_path / f"text{suffix}", content)
-    assert list(reading.read_documents(path)) == [text.encode() for text in DOCUMENTS]
+    assert list(texts.Reader().documents([path])) == [
+        text.encode() for text in DOCUMENTS
+    ]
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [("xz", lzma), ("gz", gzip)])
@@ -41,7 +49,7 @@ def test_all_streams_of_a_file_are_read(
 ) -> None:
     path = tmp_path / f"a.txt.{suffix}"
     path.write_bytes(pack.compress(b"one ") + bytes(8) + pack.compress(b"two"))
-    assert list(reading.read_documents(path)) == [b"one two"]
+    assert list(texts.Reader().documents([path])) == [b"one two"]
 
 
 GOOD_XZ = lzma.compress(b"line\n" * 10_000)
@@ -115,6 +123,18 @@ def test_the_last_documents_are_held_out(tmp_path: Path) -> None:
     assert not set(text.train) & set(text.val)
 
 
+def test_a_long_last_document_is_held_out_in_part(tmp_path: Path) -> None:
+    """Whole documents would be a third of the text instead of a twentieth."""
+    texts = [f"{i} {'word ' * 40}\n" * 10 for i in range(8)]
+    texts += ["".join(f"line {i} {'tail ' * 40}\n" for i in range(50))]
+    text = load(write(tmp_path / "a.txt", "<|endoftext|>\n".join(texts).encode()))
+    held_out = sum(map(len, text.val))
+    assert 0.045 < held_out / size(text) < 0.075
+    assert text.train[-1] + text.val[0] == texts[-1].encode()
+    assert text.train[-1].endswith(b"\n")
+    assert any("in part" in note for note in text.notes)
+
+
 def test_a_single_document_is_cut_at_a_line(tmp_path: Path) -> None:
     content = JOINED.replace(b"<|endoftext|>", b"-")
     text = load(write(tmp_path / "a.txt", content), val_fraction=0.1)
@@ -134,36 +154,36 @@ def test_files_named_val_are_the_validation_text(tmp_path: Path) -> None:
     assert text.train == [d.encode() for d in DOCUMENTS if d != DOCUMENTS[7]]
     notes = "; ".join(text.notes)
     assert "README.md" in notes
-    assert "2 repeated documents left out" in notes
 
 
 def test_max_bytes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", JOINED)
     text = load(path, max_bytes=300)
-    # The cut may fall inside a character; that character then goes.
-    assert 298 <= text.train_bytes + text.val_bytes <= 300
+    # Lines between documents count as well, and a character that is cut goes.
+    assert 300 - 7 * len("<|endoftext|>\n") <= size(text) <= 300
     assert b"".join([*text.train, *text.val]).decode()
     assert any("--max-bytes 300" in note for note in text.notes)
     everything = load(path, max_bytes=0)
-    assert everything.train_bytes + everything.val_bytes == sum(
-        len(document.encode()) for document in DOCUMENTS
-    )
+    assert size(everything) == sum(len(text.encode()) for text in DOCUMENTS)
 
 
 def test_the_digest_names_text_and_split(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", JOINED)
-    digest = load(path).digest()
-    assert load(path).digest() == digest
-    assert load(path, val_fraction=0.3).digest() != digest
+    options = ["--seq-len", "16", "--batch-size", "2", "--data", str(path)]
+    digests = [
+        loader.load(parse([*options, *more])).about["digest"]
+        for more in ([], [], ["--val-fraction", "0.3"])
+    ]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_installed_sources_are_deterministic_and_split_by_file() -> None:
     config = DataConfig(max_bytes=300_000)
     first, second = corpus.load(config), corpus.load(config)
-    assert first.digest() == second.digest()
-    assert first.train_bytes + first.val_bytes > 290_000
+    assert (first.train, first.val) == (second.train, second.val)
+    assert size(first) > 290_000
     assert not set(first.train) & set(first.val)
-    files = installed.source_files()
+    files = list(corpus.source_files())
     assert len(files) == len(set(files)) > 100
 
 
@@ -177,11 +197,13 @@ def test_a_last_line_end_does_not_make_another_document(tmp_path: Path) -> None:
     assert not any(t.startswith(b"document 0\n") for t in text.train)
 
 
-@pytest.mark.parametrize("suffix", reading.SUFFIXES)
+@pytest.mark.parametrize("suffix", texts.SUFFIXES)
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, suffix: str) -> None:
     content = LINES if "jsonl" in suffix else JOINED
     path = write(tmp_path / f"text{suffix}", b"\xef\xbb\xbf" + content)
-    assert list(reading.read_documents(path)) == [text.encode() for text in DOCUMENTS]
+    assert list(texts.Reader().documents([path])) == [
+        text.encode() for text in DOCUMENTS
+    ]
 
 
 def test_an_empty_validation_file_is_named(tmp_path: Path) -> None:
@@ -198,42 +220,35 @@ def test_an_empty_validation_file_is_named(tmp_path: Path) -> None:
 def test_one_huge_line_is_read_in_linear_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(texts, "_CHUNK", 1 << 10)
     line = b"0123456789abcdef" * (1 << 20)
     path = write(tmp_path / "a.txt", line + b"\nnext\n")
     begin = time.process_time()
-    assert list(reading.read_documents(path)) == [line + b"\nnext\n"]
+    assert list(texts.Reader().documents([path])) == [line + b"\nnext\n"]
     assert time.process_time() - begin < 3  # copying all at every chunk takes minutes
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
-@pytest.mark.parametrize("most", [3, 20, 50, 1_000])
-def test_a_limit_cuts_documents_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, most: int
+@pytest.mark.parametrize("limit", [3, 20, 95, 400, 100_000])
+def test_a_limit_cuts_between_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, limit: int
 ) -> None:
-    """However the file is read: each is whole, or its beginning and above the limit."""
-    monkeypatch.setattr(reading, "_CHUNK", chunk)
-    whole = [
-        "\u00e9" * 30,
-        "a\n" * 30,
-        "ab\n" + "\U0001f600" * 20,
-        "short",
-        "b" * 51,
-        "x" + "\u00e9" * 3_000,
-    ]
-    raw = [f"{text}\n".encode() for text in whole]
-    path = write(tmp_path / "a.txt", b"<|endoftext|>\n".join(raw))
-    found = list(reading.read_documents(path, most=most))
-    for text, given in zip(raw, found, strict=True):
-        if len(text) <= most:
-            assert given == text
-        assert text.startswith(given) and len(given) > min(most, len(text) - 1)
-        given.decode()
-    monkeypatch.setattr(reading, "_CHUNK", 1 << 20)
-    assert list(reading.read_documents(path, most=most)) == found
+    """However the file is read: the first bytes, less a character that is broken."""
+    monkeypatch.setattr(texts, "_CHUNK", chunk)
+    whole = ("\u00e9" * 30, "ab\n" + "\U0001f600" * 20, "x" + "\u00e9" * 3_000)
+    one = write(tmp_path / "1.txt", whole[0].encode())
+    two = write(tmp_path / "2.txt", "\n<|endoftext|>\n".join(whole[1:]).encode())
+    reader = texts.Reader(limit=limit)
+    found = list(reader.documents([one, two]))
+    raw = b"".join([one.read_bytes(), two.read_bytes()])
+    text = raw[:limit].decode(errors="ignore")
+    separated = text[30:].replace("\n<|endoftext|>\n", "\n|").split("|")
+    expected = [t.encode() for t in (text[:30], *separated) if t.strip()]
+    assert found == expected
+    assert reader.is_cut == (len(raw) > limit)
 
 
 def test_max_bytes_does_not_read_on(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"x" * (3 << 20) + b"\xff")
     text = load(path, max_bytes=1000)
-    assert text.train_bytes + text.val_bytes == 1000
+    assert size(text) == 1000

@@ -1,7 +1,8 @@
 """What a training step takes per device, for devices that need not be there.
 
-`python -m examples.plan --model llama_13b --mesh fsdp=64 --optimizer muon2_f` compiles
-the step of `python -m examples.pretrain` for 64 devices without allocating anything.
+`python -m benchmarks.plan --model llama_13b --mesh fsdp=64 --optimizer muon2_f`
+compiles the step of `python -m examples.pretrain` for 64 devices without allocating
+anything.
 """
 
 import dataclasses
@@ -11,15 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples import flags
-from examples.config import Config, OptimConfig, RunConfig
-from examples.flags import UserError, check, check_range, failed, option
-from examples.models import ModelConfig, parameter_count
-from examples.models.config import VOCAB_SIZES
+from examples import options
+from examples.config import (
+    VOCAB_SIZES,
+    Config,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+)
+from examples.options import Options, check, option
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(Options):
     """The devices and the batch that are planned for."""
 
     mesh: str = option("", "devices, as in fsdp=64,tensor=2; without it, one")
@@ -30,11 +35,11 @@ class PlanConfig:
         False, "compile for the devices of this machine instead of imagined CPUs"
     )
     batch_size: int | None = option(
-        None, "sequences per step (default: one for each part of the mesh)"
+        None, "sequences per step (default: one for each part of the mesh)", "[1, ]"
     )
-    accumulate: int = option(1, "micro-batches that a step is cut into")
+    accumulate: int = option(1, "micro-batches that a step is cut into", "[1, ]")
     vocab_size: int | None = option(
-        None, "vocabulary (default: that of the model's parameter count in the paper)"
+        None, "vocabulary (default: that of the model's size in the paper)", "[1, ]"
     )
     state_dtype: str | None = option(
         None, "dtype of parameters and optimizer states, to plan for another trainer"
@@ -46,8 +51,7 @@ class PlanConfig:
     jsonl: str | None = option(None, "also append the numbers to this file")
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulate", "vocab_size"):
-            check_range(self, name, 1)
+        super().__post_init__()
         check(
             not (self.here and self.topology),
             "--here and --topology exclude each other",
@@ -88,11 +92,13 @@ class _Planner:
     """The mesh of a plan; measures steps on it and writes down what it finds."""
 
     def __init__(self, plan: PlanConfig):
-        from examples.devices import devices
+        from benchmarks.devices import devices
         from examples.mesh import make_mesh
 
         self._plan = plan
-        self.mesh = make_mesh(plan.mesh, devices(plan.mesh, plan.topology, plan.here))
+        self.mesh = make_mesh(
+            plan.mesh or "data=1", devices(plan.mesh, plan.topology, plan.here)
+        )
 
     def config(self, model: ModelConfig, optim: OptimConfig) -> Config:
         """The run that is planned: by default one sequence for each part of a batch."""
@@ -115,7 +121,7 @@ class _Planner:
 
     def measure(self, config: Config, name: str) -> dict[str, Any]:
         """One optimizer's step; its numbers are in the file when this returns."""
-        from examples import footprint
+        from benchmarks import footprint
 
         plan = self._plan
         row = footprint.measure(
@@ -137,8 +143,8 @@ def _show(model: ModelConfig, optim: OptimConfig, plan: PlanConfig) -> None:
     config, mesh = planner.config(model, optim), planner.mesh
     device = mesh.devices.flat[0]
     print(
-        f"{model.model}: {parameter_count(model, planner.vocab_size(model)):,} "
-        f"parameters, {config.run.batch_size} x {model.seq_len} tokens a step, "
+        f"{model.model}: vocabulary {planner.vocab_size(model):,}, "
+        f"{config.run.batch_size} x {model.seq_len} tokens a step, "
         f"{model.dtype}, remat {model.remat}, for {device.device_kind}"
     )
     if device.platform == "cpu" and model.dtype != "float32":
@@ -148,7 +154,7 @@ def _show(model: ModelConfig, optim: OptimConfig, plan: PlanConfig) -> None:
 
 
 def _show_paper_table(plan: PlanConfig) -> None:
-    from examples import paper_table
+    from benchmarks import paper_table
 
     plan = dataclasses.replace(plan, mesh="", state_dtype="bfloat16", batch_size=1)
     planner = _Planner(plan)
@@ -163,21 +169,21 @@ def _show_paper_table(plan: PlanConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; returns the exit code (2: the user can fix it)."""
     sections = {"model": ModelConfig, "optim": OptimConfig, "plan": PlanConfig}
-    try:
-        options = flags.parse(
+
+    def run() -> None:
+        given = options.parse(
             sections,
             argv,
-            prog="python -m examples.plan",
+            prog="python -m benchmarks.plan",
             description="Memory, operations and traffic of a step, by compiling it.",
             defaults={"optimizer": "muon2"},
         )
-        if options["plan"].paper_table:
-            _show_paper_table(options["plan"])
+        if given["plan"].paper_table:
+            _show_paper_table(given["plan"])
         else:
-            _show(**options)
-    except UserError as error:
-        return failed("plan", error)
-    return 0
+            _show(**given)
+
+    return options.run_command("plan", run)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from examples.models import ModelConfig
+from examples.config import ModelConfig
 
 GIB = 2**30
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import muon2_optax as m2
-from examples import cost, optim, state, step
+from benchmarks import cost
+from examples import optim, step
 from examples.config import Config
-from examples.flags import UserError
 from examples.mesh import batch_sharding
-from examples.models import flops_per_token, matrix_rules
+from examples.models import make_model, matrix_rules, sizes
+from examples.options import UserError
 
 KINDS = ("parameters", "momentum", "second moment", "AdamW states", "other states")
 
@@ -60,16 +61,15 @@ def _compile(
 ) -> tuple[Any, jax.stages.Traced, jax.stages.Compiled]:
     """The abstract state of one optimizer, and its step, traced and compiled."""
     model, run = config.model, config.run
-    graphdef, init = state.make_model(model, vocab_size)
-    params = _cast(state.abstract_params(init, mesh), state_dtype)
+    graphdef, init = make_model(model, vocab_size)
+    params = _cast(step.abstract_params(init, mesh), state_dtype)
     (plan,) = optim.plans(
         dataclasses.replace(config.optim, optimizer=name),
         steps=100,
         rules=matrix_rules(model),
         shardings=m2.Shardings.of(params) if mesh.size > 1 else None,
     )
-    ema = run.ema is not None
-    abstract = state.abstract_state(plan.transform, params, mesh, ema=ema)
+    abstract = step.abstract_state(plan.transform, params, mesh)
     abstract = _cast(abstract, state_dtype)
     chunks = step.loss_chunks(config, vocab_size, mesh, run.accumulate)
     train_step = step.make_train_step(
@@ -116,7 +116,7 @@ def measure(
         "gradient_bytes": sum(map(_bytes, jax.tree.leaves(abstract.params))),
         "temporary_bytes": memory.temp_size_in_bytes,
         "total_bytes": kept + new + memory.temp_size_in_bytes,
-        "model_flops": flops_per_token(model, vocab_size) * tokens,
+        "model_flops": sizes(model, abstract.params).flops_per_token * tokens,
         "product_flops": cost.product_flops(traced.jaxpr.jaxpr),
         "collectives": cost.collectives(compiled.as_text() or ""),
     }

@@ -16,18 +16,30 @@ _MULTIPLE = 128
 def padded(w_DxV: jax.Array) -> jax.Array:
     """The head with columns of zeros up to a width that hardware likes."""
     missing = -w_DxV.shape[1] % _MULTIPLE
-    wide = w_DxV.shape[1] > _MULTIPLE  # small ones are for tests and CPUs
-    if missing and wide:
+    if missing and w_DxV.shape[1] > _MULTIPLE:  # small ones are for tests and CPUs
         w_DxV = jnp.pad(w_DxV, ((0, 0), (0, missing)))
     return constrain(w_DxV, None, "tensor")
 
 
-def product(x_BxLxD: jax.Array, w_DxW: jax.Array) -> jax.Array:
-    """A product of 16-bit arrays with a float32 result; W is V, filled up."""
-    logits_BxLxW = jnp.einsum(
-        "bld,dw->blw", x_BxLxD, w_DxW, preferred_element_type=jnp.float32
-    )
-    return constrain(logits_BxLxW, BATCH, None, "tensor")
+def wide_product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product of 16-bit arrays with a float32 result.
+
+    XLA has none for some layouts on CPUs, the one of a tied head's gradient among them;
+    there, 16-bit numbers are widened first, to the same result.
+    """
+
+    def short(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, a.astype(jnp.float32), b.astype(jnp.float32))
+
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=short)
+
+
+def logits(x_BxLxD: jax.Array, w_DxW: jax.Array) -> jax.Array:
+    """Float32 logits; W is V, filled up."""
+    return constrain(wide_product("bld,dw->blw", x_BxLxD, w_DxW), BATCH, None, "tensor")
 
 
 def _cut(x_BxLx: jax.Array, chunks: int) -> jax.Array:
@@ -35,11 +47,16 @@ def _cut(x_BxLx: jax.Array, chunks: int) -> jax.Array:
     return x_BxLx.reshape(batch, chunks, length // chunks, *rest).swapaxes(0, 1)
 
 
+def _join(x_NxBxCx: jax.Array) -> jax.Array:
+    count, batch, length, *rest = x_NxBxCx.shape
+    return x_NxBxCx.swapaxes(0, 1).reshape(batch, count * length, *rest)
+
+
 def _sums(
     x_BxCxD: jax.Array, w_DxW: jax.Array, targets_BxC: jax.Array, width: int
 ) -> tuple[jax.Array, ...]:
     """Logits, where the targets are, log-sum-exp and negative log-likelihood."""
-    logits_BxCxW = product(x_BxCxD, w_DxW)
+    logits_BxCxW = logits(x_BxCxD, w_DxW)
     column_1x1xW = jax.lax.broadcasted_iota(jnp.int32, (1, 1, w_DxW.shape[1]), 2)
     if w_DxW.shape[1] > width:
         logits_BxCxW = jnp.where(column_1x1xW < width, logits_BxCxW, -jnp.inf)
@@ -48,6 +65,23 @@ def _sums(
     lse_BxC = jax.nn.logsumexp(logits_BxCxW, axis=-1)
     at_target_BxC = jnp.where(target_BxCxW, logits_BxCxW, 0).sum(axis=-1)
     return logits_BxCxW, target_BxCxW, lse_BxC, lse_BxC - at_target_BxC
+
+
+def token_losses(
+    x_BxLxD: jax.Array, w_DxV: jax.Array, targets_BxL: jax.Array, chunks: int
+) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood and log-sum-exp (B, L) of each next token.
+
+    Float32 logits of one of `chunks` parts of the positions are all that ever exists.
+    """
+    w_DxW = padded(w_DxV.astype(x_BxLxD.dtype))
+
+    def part(xt: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        _, _, lse_BxC, nll_BxC = _sums(xt[0], w_DxW, xt[1], w_DxV.shape[1])
+        return nll_BxC, lse_BxC
+
+    nll, lse = jax.lax.map(part, (_cut(x_BxLxD, chunks), _cut(targets_BxL, chunks)))
+    return _join(nll), _join(lse)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -62,19 +96,11 @@ def head_loss(
     mean cross entropy alone.
 
     Only the first result has a derivative. It is computed along with the result, chunk
-    of positions by chunk, so that float32 logits of one chunk are all that ever exists
-    and nothing is computed twice. It rounds the logits' derivative to the compute
-    dtype, for which there are fast products.
+    of positions by chunk, so that nothing is computed twice. It rounds the logits'
+    derivative to the compute dtype, for which there are fast products.
     """
-    w_DxW = padded(w_DxV.astype(x_BxLxD.dtype))
-
-    def part(xt: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        _, _, lse_BxC, nll_BxC = _sums(xt[0], w_DxW, xt[1], w_DxV.shape[1])
-        return nll_BxC.sum(), jnp.square(lse_BxC).sum()
-
-    nll, z = jax.lax.map(part, (_cut(x_BxLxD, chunks), _cut(targets_BxL, chunks)))
-    nll, z = nll.sum() / targets_BxL.size, z.sum() / targets_BxL.size
-    return nll + z_weight * z, nll
+    nll_BxL, lse_BxL = token_losses(x_BxLxD, w_DxV, targets_BxL, chunks)
+    return nll_BxL.mean() + z_weight * jnp.square(lse_BxL).mean(), nll_BxL.mean()
 
 
 def _forward(
@@ -96,18 +122,15 @@ def _forward(
         g_BxCxW = jnp.exp(logits_BxCxW - lse_BxC[..., None]) * scale_BxC[..., None]
         g_BxCxW = (g_BxCxW - target_BxCxW / count).astype(x_BxCxD.dtype)
         dx_BxCxD = jnp.einsum("blw,dw->bld", g_BxCxW, w_DxW)
-        dw_DxW += jnp.einsum(
-            "bld,blw->dw", x_BxCxD, g_BxCxW, preferred_element_type=jnp.float32
-        )
+        dw_DxW += wide_product("bld,blw->dw", x_BxCxD, g_BxCxW)
         return dw_DxW, (dx_BxCxD, nll_BxC.sum(), jnp.square(lse_BxC).sum())
 
     start = constrain(jnp.zeros(w_DxW.shape, jnp.float32), None, "tensor")
     parts = _cut(x_BxLxD, chunks), _cut(targets_BxL, chunks)
     dw_DxW, (dx, nll, z) = jax.lax.scan(part, start, parts)
-    dx_BxLxD = dx.swapaxes(0, 1).reshape(x_BxLxD.shape)
     dw_DxV = dw_DxW[:, : w_DxV.shape[1]].astype(w_DxV.dtype)
     nll, z = nll.sum() / count, z.sum() / count
-    return (nll + z_weight * z, nll), (dx_BxLxD, dw_DxV)
+    return (nll + z_weight * z, nll), (_join(dx), dw_DxV)
 
 
 def _backward(z_weight: float, chunks: int, saved: Any, cotangents: Any) -> Any:

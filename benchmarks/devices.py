@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from examples import mesh
-from examples.flags import UserError, check
+from examples.options import UserError, check
 
 
 def _cpu_devices(count: int) -> list[Any]:
@@ -47,6 +47,6 @@ def devices(mesh_text: str, topology: str | None, here: bool) -> list[Any]:
         return _tpu_devices(topology)
     if here:
         return jax.devices()
-    sizes = mesh.parse(mesh_text)
+    sizes = mesh.parse(mesh_text or "data=1")
     check(-1 not in sizes.values(), "--mesh: -1 needs --topology or --here")
     return _cpu_devices(math.prod(sizes.values()))

@@ -1,48 +1,47 @@
 """A trained model as a model of lm-evaluation-harness (`pip install lm_eval`).
 
-`python -m examples.evaluate --harness --tasks mmlu,piqa` runs the harness's own tasks,
+`python -m benchmarks.harness --run RUN --tasks mmlu,piqa` runs the harness's own tasks,
 which it downloads. The model can also be handed to `lm_eval.simple_evaluate`.
 """
 
+import argparse
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lm_eval
 import numpy as np
+from flax import nnx
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from examples.data.tokens import Tokenizer
-from examples.evaluation.scoring import LogitsFn, Request, bucket, score
+from examples.evaluate import Request, bucket, score
+from examples.trained import Model, load_model
 
 
-@jax.jit
-def _next_token(
-    logits_fn: LogitsFn,
-    tokens_1xL: jax.Array,
-    last_1x1: jax.Array,
-    key: jax.Array,
-    temperature: float,
-) -> jax.Array:
-    logits_V = logits_fn(tokens_1xL, last_1x1)[0, 0]
-    drawn = jax.random.categorical(key, logits_V / jnp.maximum(temperature, 1e-6))
-    return jnp.where(temperature > 0, drawn, logits_V.argmax())
+@functools.cache
+def _next_token(graphdef: Any) -> Any:
+    @jax.jit
+    def step(params: Any, tokens_1xL: Any, last: Any, key: Any, heat: Any) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        x_1xLxD = model.features(tokens_1xL).x_BxLxD
+        x_1x1xD = jax.lax.dynamic_slice_in_dim(x_1xLxD, last, 1, axis=1)
+        logits_V = model.logits(x_1x1xD)[0, 0]
+        drawn = jax.random.categorical(key, logits_V / jnp.maximum(heat, 1e-6))
+        return jnp.where(heat > 0, drawn, logits_V.argmax())
+
+    return step
 
 
 class HarnessModel(TemplateLM):
     """Scores and generates for the harness."""
 
-    def __init__(
-        self,
-        logits_fn: LogitsFn,
-        tokenizer: Tokenizer,
-        max_length: int,
-        batch_tokens: int = 16_384,
-    ):
+    def __init__(self, model: Model, batch_tokens: int = 16_384):
         super().__init__()
-        self.max_length = max_length
-        self._logits_fn, self._ours = logits_fn, tokenizer
+        self.max_length = model.max_length
+        self._model, self._ours = model, model.tokenizer
         self._batch_tokens = batch_tokens
 
     @property
@@ -61,8 +60,8 @@ class HarnessModel(TemplateLM):
         return self._ours.encode([string.encode("utf-8")])[0].tolist()
 
     def _score(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
-        sizes = {"max_length": self.max_length, "batch_tokens": self._batch_tokens}
-        return [tuple(found) for found in score(self._logits_fn, requests, **sizes)]
+        found = score(self._model, requests, batch_tokens=self._batch_tokens)
+        return [tuple(one) for one in found]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -106,13 +105,10 @@ class HarnessModel(TemplateLM):
         while len(ids) - start < wanted and len(ids) < self.max_length:
             tokens = np.zeros((1, bucket(len(ids), 32, self.max_length)), np.int32)
             tokens[0, : len(ids)] = ids
-            last, step_key = (
-                np.array([[len(ids) - 1]]),
-                jax.random.fold_in(key, len(ids)),
-            )
-            token = int(
-                _next_token(self._logits_fn, tokens, last, step_key, temperature)
-            )
+            step = _next_token(self._model.graphdef)
+            step_key = jax.random.fold_in(key, len(ids))
+            place = np.int32(len(ids) - 1)
+            token = int(step(self._model.params, tokens, place, step_key, temperature))
             if token == self.eot_token_id:
                 break
             ids.append(token)
@@ -121,3 +117,24 @@ class HarnessModel(TemplateLM):
             if ends:
                 return text[: min(ends)]
         return self._ours.decode(ids[start:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True, help="folder of a training run")
+    parser.add_argument("--tasks", required=True, help="names joined by commas")
+    parser.add_argument("--optimizer", help="which of the run's, if several")
+    parser.add_argument("--step", help="checkpoint (default: the newest)")
+    parser.add_argument("--limit", type=int, help="only the first questions of each")
+    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    args = parser.parse_args()
+    model = load_model(args.run, args.optimizer, args.step)
+    adapter = HarnessModel(model, args.batch_tokens)
+    found = lm_eval.simple_evaluate(
+        model=adapter, tasks=args.tasks.split(","), limit=args.limit
+    )
+    print(lm_eval.utils.make_table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from routing import quick_compilation  # noqa: F401
 
-from examples import cost
+from benchmarks import cost
+from benchmarks.plan import main
 from examples.mesh import make_mesh
-from examples.plan import main
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -1,1 +1,0 @@
-"""Zero-shot evaluation: local tasks, and an adapter for lm-evaluation-harness."""

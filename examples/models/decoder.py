@@ -1,0 +1,155 @@
+"""What every decoder is: an embedding, a stack of blocks, a norm and a head."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from examples.config import ModelConfig
+from examples.mesh import BATCH, constrain
+from examples.models import head, layers
+from examples.models.attention import Attention, Cache, Place
+
+
+class Features(NamedTuple):
+    """What comes out of the blocks."""
+
+    x_BxLxD: jax.Array  # what the head sees
+    balance_loss: jax.Array  # weighted, of the experts; zero without them
+    caches: Any  # of each layer, with the new keys and values
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: attention, then feed-forward."""
+
+    def __init__(self, config: ModelConfig, mlp: Any, rngs: nnx.Rngs, *, bias: bool):
+        self.attention_norm = layers.Norm(config, bias=bias)
+        self.attention = Attention(config, rngs, bias=bias)
+        self.mlp_norm = layers.Norm(config, bias=bias)
+        self.mlp = mlp(config, rngs)
+
+    def __call__(
+        self, x_BxLxD: jax.Array, place: Place, cache: Cache | None
+    ) -> tuple[jax.Array, tuple[jax.Array, Cache | None]]:
+        y_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), place, cache)
+        x_BxLxD = x_BxLxD + y_BxLxD
+        y_BxLxD, loss = self.mlp(self.mlp_norm(x_BxLxD))
+        return x_BxLxD + y_BxLxD, (loss, cache)
+
+
+class Decoder(nnx.Module):
+    """Token ids (B, L) to float32 logits (B, L, V), in two halves.
+
+    `features` gives the last activations and `logits` or `loss` the rest, so that
+    positions may go through the head in chunks.
+    """
+
+    config: ModelConfig
+    blocks: Any
+    final_norm: layers.Norm
+
+    def embedded(self, tokens_BxL: jax.Array, position: Any) -> jax.Array:
+        """The activations (B, L, D) before the blocks."""
+        raise NotImplementedError
+
+    def place(self, length: int, position: Any) -> Place:
+        """Where the tokens are, for the attention of all blocks."""
+        del length
+        return Place(position, None)
+
+    def head(self) -> jax.Array:
+        """The matrix (D, V) that makes logits of features, in float32."""
+        raise NotImplementedError
+
+    def features(
+        self, tokens_BxL: jax.Array, caches: Any = None, position: Any = 0
+    ) -> Features:
+        """The activations after all blocks.
+
+        With `caches` the tokens stand at `position` and what follows, and see what was
+        cached before it.
+        """
+        place = self.place(tokens_BxL.shape[1], position)
+        x_BxLxD = self.embedded(tokens_BxL, position)
+        x_BxLxD, loss, caches = _run(self.config, self.blocks, x_BxLxD, place, caches)
+        x_BxLxD = constrain(self.final_norm(x_BxLxD), BATCH, None, None)
+        return Features(x_BxLxD, loss, caches)
+
+    def empty_caches(self, batch: int) -> Any:
+        """Room for the keys and values of `seq_len` tokens in every layer."""
+        config = self.config
+        shape = (batch, config.seq_len, config.heads, config.dim // config.heads)
+        cache = Cache(*jnp.zeros((2, *shape), config.dtype))
+        if not config.scan_layers:
+            return [cache] * config.layers
+        return jax.tree.map(lambda x: jnp.stack([x] * config.layers), cache)
+
+    def logits(self, x_BxLxD: jax.Array) -> jax.Array:
+        """Float32 logits (B, L, V) of features."""
+        w_DxV = self.head()
+        w_DxW = head.padded(w_DxV.astype(x_BxLxD.dtype))
+        return head.logits(x_BxLxD, w_DxW)[..., : w_DxV.shape[1]]
+
+    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
+        return self.logits(self.features(tokens_BxL).x_BxLxD)
+
+
+def make_blocks(
+    config: ModelConfig, make: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs
+) -> Any:
+    """One block per layer: a list, or one block whose parameters are (N, ...).
+
+    Both hold the same numbers for the same key.
+    """
+    keys = jax.random.split(rngs.params(), config.layers)
+    abstract = nnx.eval_shape(lambda key: make(nnx.Rngs(key)), keys[0])
+    graphdef, _ = nnx.split(abstract, nnx.Param)
+    # One program makes all layers in a loop: random numbers for each layer take long to
+    # compile, and also a stack of them where XLA moves the slices below into it.
+    stacked = jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(key)), nnx.Param), keys)
+    if config.scan_layers:
+        return nnx.merge(graphdef, stacked)
+    single = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.layers))
+    return nnx.List([nnx.merge(graphdef, layer) for layer in single])
+
+
+def _recomputed(config: ModelConfig, function: Callable[..., Any]) -> Any:
+    """The function with what `--remat` says computed anew in the backward pass."""
+    if config.remat == "none":
+        return function
+    policies = jax.checkpoint_policies
+    policy = {
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "full": policies.nothing_saveable,
+    }[config.remat]
+    # Under a scan nothing can be merged across the boundary, so no barrier is needed.
+    return jax.checkpoint(function, policy=policy, prevent_cse=not config.scan_layers)
+
+
+def _run(
+    config: ModelConfig, blocks: Any, x_BxLxD: jax.Array, place: Place, caches: Any
+) -> tuple[jax.Array, jax.Array, Any]:
+    """The activations after all blocks, the sum of their own losses, the caches."""
+
+    def step(graphdef: Any) -> Callable[..., Any]:
+        def apply(params: Any, x_BxLxD: jax.Array, cache: Any) -> Any:
+            x_BxLxD = constrain(x_BxLxD, BATCH, None, None)
+            return nnx.merge(graphdef, params)(x_BxLxD, place, cache)
+
+        return _recomputed(config, apply)
+
+    if config.scan_layers:
+        graphdef, stacked = nnx.split(blocks, nnx.Param)
+        apply = step(graphdef)
+        x_BxLxD, (loss_N, caches) = jax.lax.scan(
+            lambda x, layer: apply(layer[0], x, layer[1]), x_BxLxD, (stacked, caches)
+        )
+        return x_BxLxD, loss_N.sum(), caches
+    total, new = jnp.zeros((), jnp.float32), []
+    for block, cache in zip(blocks, caches or [None] * config.layers, strict=True):
+        graphdef, params = nnx.split(block, nnx.Param)
+        x_BxLxD, (loss, cache) = step(graphdef)(params, x_BxLxD, cache)
+        total, new = total + loss, [*new, cache]
+    return x_BxLxD, total, new

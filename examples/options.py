@@ -1,0 +1,147 @@
+"""Command lines built from frozen dataclasses, and errors that are one line.
+
+Every field declared with `option` becomes one flag: `weight_decay` is
+`--weight-decay`.
+This module imports neither JAX nor NumPy, so that a bad option is reported at once.
+"""
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+_LARGEST = 2**31 - 1  # of whole numbers: steps and token ids are counted in 32 bits
+
+
+class UserError(ValueError):
+    """Something the user can put right; shown as one line.
+
+    The exit code 2 is for options and files, 1 for what failed in the middle of work.
+    """
+
+    code = 2
+
+
+class Interrupted(RuntimeError):
+    """A signal ended the work; the exit code is 128 + its number."""
+
+    def __init__(self, number: int, text: str):
+        super().__init__(text)
+        self.code = 128 + number
+
+
+def run_command(name: str, run: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code, with errors shown as one line.
+
+    Libraries that take long to import are imported inside of `run`, so that Ctrl-C is
+    one line then as well.
+    """
+    try:
+        return run() or 0
+    except UserError as error:
+        said, code = f"error: {error}", error.code
+    except Interrupted as stopped:
+        said, code = str(stopped), stopped.code
+    except KeyboardInterrupt:
+        said, code = "interrupted", 130
+    print(f"{name}: {' '.join(said.split())}", file=sys.stderr)
+    return code
+
+
+def option(default: Any, text: str, bounds: str = "", *, bare: Any = None) -> Any:
+    """A dataclass field that is also a command-line flag with a help text.
+
+    Args:
+      default: the value without the flag.
+      text: what `--help` says.
+      bounds: an interval such as "[0, 1)"; without a second number it ends at 2^31.
+      bare: the value of the flag written without one; None: it must have one.
+    """
+    metadata = {"help": text, "bounds": bounds, "bare": bare}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check(condition: bool, message: str) -> None:
+    """`UserError` with a message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What sections of options inherit: numbers are checked when they are made."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, bounds = getattr(self, field.name), field.metadata.get("bounds")
+            if not bounds or value is None:
+                continue
+            low, high = (part.strip() for part in bounds[1:-1].split(","))
+            high = high or str(_LARGEST if isinstance(value, int) else 1e38)
+            above = value > float(low) or (bounds[0] == "[" and value == float(low))
+            below = value < float(high) or (bounds[-1] == "]" and value == float(high))
+            said = f"{'at least' if bounds[0] == '[' else 'above'} {low} and "
+            said += f"{'at most' if bounds[-1] == ']' else 'below'} {high}"
+            flag = "--" + field.name.replace("_", "-")
+            check(above and below, f"{flag} must be {said}, got {value}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints a usage text and exits; one line is enough for our users."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def _flag_kwargs(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """Translate one dataclass field into the keywords of `add_argument`."""
+    if isinstance(hint, types.UnionType):  # X | None: the flag itself takes an X
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    shown = "" if field.default in (None, ()) else f" [{field.default}]"
+    text = field.metadata["help"].replace("%", "%%") + shown
+    kwargs: dict[str, Any] = {"help": text, "default": field.default}
+    if hint is bool:
+        return kwargs | {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(hint) is tuple:
+        return kwargs | {"nargs": "+", "metavar": "PATH"}
+    if typing.get_origin(hint) is not Literal:
+        return kwargs | {"type": hint, "metavar": hint.__name__.upper()}
+    if (bare := field.metadata["bare"]) is not None:
+        kwargs |= {"nargs": "?", "const": bare}
+    return kwargs | {"choices": typing.get_args(hint)}
+
+
+def parse(
+    sections: Mapping[str, type],
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One instance of each section; `UserError`, of one line, for a bad option.
+
+    `defaults` are values by field that take the place of the declared ones.
+    """
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    for name, section in sections.items():
+        group = parser.add_argument_group(name, (section.__doc__ or "").split("\n")[0])
+        hints = typing.get_type_hints(section)
+        for field in dataclasses.fields(section):
+            flag = "--" + field.name.replace("_", "-")
+            group.add_argument(flag, **_flag_kwargs(field, hints[field.name]))
+    parser.set_defaults(**(defaults or {}))
+    values = vars(parser.parse_args(argv))
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return {
+        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)})
+        for name, section in sections.items()
+    }
+
+
+def parse_one(section: type, argv: Sequence[str] | None, description: str) -> Any:
+    """The options of a command that has one section of them."""
+    name = section.__name__.removesuffix("Config").lower()
+    return parse({name: section}, argv, f"python -m examples.{name}", description)[name]

@@ -1,0 +1,344 @@
+"""Train one optimizer: steps, validations and checkpoints in their order."""
+
+import contextlib
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import examples.step as steps
+from examples import checkpoint, evaluate, optim, sample
+from examples.data.loader import prefetch
+from examples.files import WriteFailed
+from examples.mesh import peak_flops, peak_memory
+from examples.models import sizes
+from examples.options import Interrupted, UserError
+from examples.report import Report, perplexity
+from examples.runs import CHECKPOINT_FOLDER
+from examples.setup import Setup
+from examples.trained import Model
+
+# Steps that may be under way while their losses are still unread. Reading the loss of
+# the newest step instead would leave the device idle between steps.
+_STEPS_AHEAD = 2
+
+
+class TrainingStopped(UserError):
+    """Training cannot go on."""
+
+    code = 1
+
+
+@contextlib.contextmanager
+def signals() -> Generator[Callable[[], int]]:
+    """Remembers a signal that asks the run to end; a second one acts as usual.
+
+    A signal that is ignored when the run begins, as `nohup` does with SIGHUP, stays so.
+    """
+    received, before = 0, {}
+
+    def restore() -> None:
+        while before:
+            signal.signal(*before.popitem())
+
+    def take(number: int, _: Any) -> None:
+        nonlocal received
+        received = number
+        restore()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, take)
+    try:
+        yield lambda: received
+    finally:
+        restore()
+
+
+def train(
+    setup: Setup,
+    plan: optim.Plan,
+    report: Report,
+    folder: Path,
+    received: Callable[[], int],
+) -> dict[str, Any]:
+    """Train with one optimizer, from its newest checkpoint or from the start.
+
+    `received` gives the number of a signal that asks to end, or 0. Returns the record
+    of the result.
+    """
+    training = _Training(setup, plan, report, folder, received)
+    with contextlib.closing(training.store):
+        return training.result()
+
+
+class _Training:
+    def __init__(
+        self,
+        setup: Setup,
+        plan: optim.Plan,
+        report: Report,
+        folder: Path,
+        received: Any,
+    ):
+        self._setup, self._plan, self._name = setup, plan, plan.name
+        self._report, self._received = report, received
+        save, place = setup.config.save, folder / CHECKPOINT_FOLDER / plan.name
+        self.store = checkpoint.Store(place, save.keep, keep_best=save.keep_best)
+        self._run, self._save_options = setup.config.run, setup.config.save
+        self._tokens = self._run.batch_size * setup.config.model.seq_len
+        self._flops = sizes(setup.config.model, setup.params).flops_per_token
+        self._peak = peak_flops(setup.mesh.size)
+        self._unread: deque[tuple[int, steps.Metrics]] = deque()
+        self._evaluated, self._val_loss, self._bits = -1, math.nan, math.nan
+        self._first_bad = 0  # of the bad steps in a row that end with the newest
+        self._due = False  # a checkpoint, when a step is good again
+        self._begin = self._saved_at = time.perf_counter()
+
+    def result(self) -> dict[str, Any]:
+        """Train; the result is that of the last step."""
+        plan, run = self._plan, self._run
+        self._report.begin(self._name, (self.store.steps() or [0])[-1])
+        abstract, compiled = self._compile()
+        self._state = self._start(abstract)
+        compile_seconds = time.perf_counter() - self._begin
+        first, self._since = int(self._state.step), time.perf_counter()
+        try:
+            self._steps(compiled, first)
+        except (WriteFailed, checkpoint.CheckpointFailed):
+            raise  # a checkpoint must not be newer than the records
+        except UserError:  # steps that are not finite, or damaged data
+            self._keep_good()
+            raise
+        if first == run.steps:
+            self._evaluate(first)
+        self.store.wait()
+        result = {
+            "optimizer": self._name,
+            "ns_steps": plan.ns_steps,
+            "nesterov": plan.nesterov,
+            "learning_rate": plan.learning_rate,
+            "adam_learning_rate": plan.adam_learning_rate,
+            "steps": run.steps,
+            "skipped": int(self._state.skipped),
+            "val_loss": self._val_loss,
+            "perplexity": perplexity(self._val_loss),
+            "bits_per_byte": self._bits,
+            "tokens_per_second": run.steps * self._tokens / max(self._trained, 1e-9),
+            "seconds": time.perf_counter() - self._begin,
+            "compile_seconds": compile_seconds,
+            "digest": f"{int(checkpoint.digest(self._state)):08x}",
+        }
+        self._report.record("result", **result)
+        return result
+
+    def _compile(self) -> tuple[steps.TrainState, Any]:
+        """The abstract state, and the step compiled for it."""
+        setup, plan, config = self._setup, self._plan, self._setup.config
+        abstract = steps.abstract_state(plan.transform, setup.params, setup.mesh)
+        vocab_size, parts = setup.data.tokenizer.vocab_size, self._run.accumulate
+        chunks = steps.loss_chunks(config, vocab_size, setup.mesh, parts)
+        model = setup.graphdef, plan.transform, config, abstract
+        train_step = steps.make_train_step(*model, chunks, plan.schedule)
+        return abstract, train_step.lower(abstract, setup.tokens()).compile()
+
+    def _first_state(self, abstract: steps.TrainState) -> steps.TrainState:
+        """Of new parameters, or of those of the run that --init-from names."""
+        setup, source = self._setup, self._run.init_from
+        transform = self._plan.transform
+        if source is None:
+            key = jax.random.key(self._run.seed)
+            return steps.initial_state(setup.init, transform, abstract, key)
+        wanted = transform if self._run.init_optimizer else None
+        params, old = checkpoint.load_initial(source, self._name, setup.params, wanted)
+        state = steps.initial_state(lambda p: p, transform, abstract, params)
+        if old is None:
+            return state
+        return state._replace(opt_state=optim.at_schedule_start(old))
+
+    def _start(self, abstract: steps.TrainState) -> steps.TrainState:
+        """The state to go on from; records of steps after it are dropped."""
+        state, notes = self.store.restore(abstract)
+        state = state or self._first_state(abstract)
+        name, first = self._name, int(state.step)
+        # A run killed between its last step and its result evaluates once more.
+        again = "eval" if first == self._run.steps else ""
+
+        def keep(record: dict[str, Any]) -> bool:
+            if record.get("optimizer") != name or record["kind"] == "result":
+                return record.get("optimizer") != name
+            step = record["step"]
+            return step < first or (step == first and record["kind"] != again)
+
+        records = [r for r in self._report.rewind(keep) if r.get("optimizer") == name]
+        # Seconds of training: validation and saving are left out.
+        times = (r["seconds"] for r in records if r["kind"] == "train")
+        self._trained = max(times, default=0.0)
+        self._mark = (first, self._trained)
+        self._skipped = int(state.skipped)
+        self._first_bad = first if int(state.skipped_in_a_row) else 0
+        if self._save_options.resume != "no":
+            self._report.record("resumed", optimizer=name, step=first, notes=notes)
+            self._report.say(f"{name}: from step {first}", *notes)
+        return state
+
+    @contextlib.contextmanager
+    def _paused(self) -> Generator[None]:
+        """The clock of training stands still."""
+        self._trained += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+    def _steps(self, compiled: Any, first: int) -> None:
+        run, every = self._run, self._save_options.save_every
+        with contextlib.closing(prefetch(self._setup.batches(first))) as ready:
+            for number, batch in enumerate(ready, first + 1):
+                placed = self._setup.place(batch)
+                self._state, metrics = compiled(self._state, placed)
+                self._unread.append((number, metrics))
+                self._read(keep=_STEPS_AHEAD)
+                if number % run.eval_every == 0 or number == run.steps:
+                    self._evaluate(number)
+                asked, late = self._asked(number)
+                last = bool(asked) or number == run.steps
+                regular = every and number % every == 0
+                if last or late or regular or self._due:
+                    self._save(last=last)
+                if asked and number < run.steps:
+                    self.store.wait()
+                    saved = (self.store.steps() or [0])[-1]
+                    said = f"saved at step {saved} of {self._name}; --resume goes on"
+                    signal_name = signal.Signals(asked).name
+                    raise Interrupted(asked, f"{signal_name}: {said} from there")
+
+    def _read(self, keep: int) -> None:
+        """Report finished steps, but let the last `keep` run on."""
+        while len(self._unread) > keep:
+            number, metrics = self._unread.popleft()
+            values = {k: float(v) for k, v in metrics._asdict().items()}
+            in_a_row = int(values.pop("skipped_in_a_row"))
+            skipped = int(values.pop("skipped"))
+            self._first_bad = number - in_a_row + 1 if in_a_row else 0
+            now = self._trained + time.perf_counter() - self._since
+            before, since = self._mark
+            speed = (number - before) * self._tokens / max(now - since, 1e-9)
+            if number == 1 or number % self._run.log_every == 0:
+                self._mark = (number, now)
+            numbers: dict[str, Any] = values | {
+                "tokens": number * self._tokens,
+                "seconds": now,
+                "tokens_per_second": speed,
+                "mfu": self._peak and speed * self._flops / self._peak,
+                "memory_gib": peak_memory(),
+                "skipped": skipped,
+            }
+            self._report.train_step(self._name, number, numbers)
+            if skipped > self._skipped:
+                self._skipped = skipped
+                self._tell_skipped(number, values, in_a_row)
+
+    def _tell_skipped(self, number: int, values: dict[str, float], n: int) -> None:
+        name, parts = self._name, ("loss", "grad_norm", "update_norm")
+        said = ", ".join(f"{part.replace('_', ' ')} {values[part]:g}" for part in parts)
+        self._report.say(f"{name}: step {number} skipped, it is not finite ({said})")
+        fields = {"optimizer": name, "step": number, "in_a_row": n, "reason": said}
+        self._report.record("skipped", **fields)
+        if n >= self._run.max_bad_steps:
+            raise TrainingStopped(
+                f"{name}: {n} steps in a row were not finite, the first of them step "
+                f"{self._first_bad} ({said}); {self._keep_good()}; try a lower "
+                "--learning-rate"
+            )
+
+    def _evaluate(self, number: int) -> None:
+        self._read(keep=0)
+        with self._paused():
+            self._val_loss, self._bits = self._setup.evaluate(self._state.params)
+            self._evaluated = number
+            numbers = {
+                "tokens": number * self._tokens,
+                "seconds": self._trained,
+                "loss": self._val_loss,
+                "perplexity": perplexity(self._val_loss),
+                "bits_per_byte": self._bits,
+            }
+            self._report.evaluation(self._name, number, numbers)
+            if not math.isfinite(self._val_loss):
+                raise TrainingStopped(
+                    f"{self._name}: the validation loss became {self._val_loss} at "
+                    f"step {number}; try a lower --learning-rate"
+                )
+            self._look(number)
+        if self._save_options.keep_best and self._val_loss < self.store.best_loss():
+            self._save(last=False)
+
+    def _look(self, number: int) -> None:
+        """A sample and the scores of tasks, where they are asked for."""
+        run, config = self._run, self._setup.config.model
+        if run.sample_prompt is None and run.task_data is None:
+            return
+        model = Model.of(config, self._setup.data.tokenizer, self._state.params)
+        place = {"optimizer": self._name, "step": number}
+        head = f"{self._name:>8} step {number}/{run.steps}"
+        if run.sample_prompt is not None:
+            text = sample.continue_text(model, run.sample_prompt, max_tokens=60)
+            self._report.record("sample", **place, text=text)
+            self._report.say(f"{head}  {text!r}")
+        if run.task_data is not None:
+            limit = run.task_limit
+            found = evaluate.evaluate_tasks(model, Path(run.task_data), limit=limit)
+            for task, _, values in found:
+                self._report.record("task", **place, task=task, **values)
+                self._report.say(f"{head}  {task}  {evaluate.describe(values)}")
+
+    def _sound(self) -> bool:
+        """Whether training can go on from here: after bad steps it may not."""
+        finite = checkpoint.all_finite((self._state.params, self._state.opt_state))
+        return bool(finite) and math.isfinite(
+            self._setup.evaluate(self._state.params)[0]
+        )
+
+    def _keep_good(self) -> str:
+        """Save the newest state if it is good; where to go back to."""
+        if self._sound():  # steps that were skipped have left it as it was
+            self._report.sync()
+            self.store.save(self._state)
+            self.store.wait()
+        kept = self.store.steps()
+        return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
+
+    def _save(self, *, last: bool) -> None:
+        """Begin a checkpoint, after all records up to its step are on disk.
+
+        After bad steps it waits for a good one: the state may be what makes them bad,
+        and must not replace others.
+        """
+        self._read(keep=0)
+        with self._paused():
+            self._due = bool(self._first_bad) and not (last and self._sound())
+            if not self._due:
+                known = self._evaluated == int(self._state.step)
+                self._report.sync()
+                self.store.save(self._state, self._val_loss if known else None)
+                self._saved_at = time.perf_counter()
+
+    def _asked(self, number: int) -> tuple[int, bool]:
+        """A signal that came, and whether it is time to save: for all processes."""
+        minutes = self._save_options.save_minutes
+        late = time.perf_counter() - self._saved_at > 60 * minutes
+        asked = self._received(), bool(minutes) and late
+        if jax.process_count() == 1:
+            return asked
+        if number % self._run.log_every:  # agreeing takes a moment
+            return 0, False
+        both = multihost_utils.process_allgather(np.asarray(asked, np.int32))
+        return int(both[:, 0].max()), bool(both[:, 1].max())
