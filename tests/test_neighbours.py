@@ -95,6 +95,8 @@ def test_matrices_of_a_state_space_are_known_by_its_eigenvalues():
     }
     assert matrices_of({"seq": layer}) == {"seq/W"}
     assert matrices_of({"B": leaf(16, 32), "C": leaf(32, 16)}) == {"B", "C"}
+    low_rank = {"Lambda_im": leaf(16), "P": leaf(16, 24), "K": leaf(16, 24)}
+    assert matrices_of({"dplr": low_rank, "P": leaf(16, 24)}) == {"dplr/K", "P"}
 
 
 # --- weights stored (out, in) -------------------------------------------------------

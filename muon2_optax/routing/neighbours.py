@@ -127,7 +127,7 @@ class _Tree:
     def is_state_space(self, key: Path) -> bool:
         """``B``, ``C`` and ``D`` beside ``Lambda_re``, ``log_step`` or ``A_log``."""
         return bool(key) and bool(
-            re.fullmatch(r"[A-E]\d?|[BC]_?(re|im|tilde|bar)?", key[-1])
+            re.fullmatch(r"[A-EPQ]\d?|[BC]_?(re|im|tilde|bar)?", key[-1])
             and any(
                 re.fullmatch(r"(?i)Lambda.*|log_(step|dt|delta)s?|A_log|nu_log", name)
                 for name in self.siblings(key)
