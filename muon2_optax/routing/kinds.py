@@ -74,7 +74,10 @@ _WHICH_POSITION = (
     r"spatial|frame|patch|grid|row|col|token"
 )
 _SCALE = r"[a-z]*scales?|gains?|gammas?|betas?"
-_TOKEN = r"tokens?|toks?|registers?|masks?|prompts?|probes?|slots?|prefix(?:es)?|memor(?:y|ies)"
+_TOKEN = (
+    r"tokens?|toks?|registers?|masks?|prompts?|probes?|slots?|prefix(?:es)?|"
+    r"memor(?:y|ies)"
+)
 _WEIGHT = (  # what a vector may be called, besides by its kind
     r"weights?|w|params?|parameters?|data|tensor|vectors?|table|embeddings?|scales?|g|"
     r"gains?|gammas?|betas?|alphas?|b|bias(?:es)?|offsets?|shift"
@@ -89,7 +92,8 @@ KINDS = (
     Kind(
         "attention sink",
         _HERE,
-        rf"{_last('sinks?')}|sinks?_(?:logits?|tokens?|bias|weights?|keys?|values?|k|v|kv)|s_aux",
+        rf"{_last('sinks?')}|s_aux|"
+        r"sinks?_(?:logits?|tokens?|bias|weights?|keys?|values?|k|v|kv)",
     ),
     Kind(
         "position",
@@ -124,7 +128,8 @@ KINDS = (
         _HERE,
         rf"{_last('(?:code|cook)books?|tables?|lookups?|vocab|vocabular(?:y|ies)|luts?')}|"
         r"(?:.*_)?code_?(?:book|word|vector)s?|codes|lookup_.*|tid_2_eid|"
-        r"(?:.*_)?(?:prototypes?|centroids?)|(?:cluster|class)_cent(?:er|re)s?|dictionar(?:y|ies)|word_vectors?",
+        r"(?:.*_)?(?:prototypes?|centroids?)|(?:cluster|class)_cent(?:er|re)s?|"
+        r"dictionar(?:y|ies)|word_vectors?",
         unless=_PROJECTION,
     ),
     # --- heads
@@ -136,17 +141,22 @@ KINDS = (
         r"vocab(?:ulary)?_(?:proj\w*|out\w*|dense|linear)|(?:out|output)_vocab(?:ulary)?",
         unless=rf"pre_logits?|{_word(_NO_HEAD)}",
     ),
-    Kind("head", ("leaf",), r"(?:.*_)?heads?_(?:w|weights?)", unless=_word(_NO_HEAD)),
+    Kind(
+        "head",
+        ("leaf",),
+        r"(?:(?:.*_)?heads?|softmax)_(?:w|weights?)",
+        unless=_word(_NO_HEAD),
+    ),
     Kind("head", ("above",), r"(?:lm_|mlm_|cls_)?head|lmhead|(?:.*_)?classifier"),
     Kind("head", ("pair",), r"predictions/decoder"),
     # Below the top, "output" is a projection inside a layer.
     Kind("head", ("top",), r"output|score|output_projection|softmax|clf"),
-    Kind("head", ("leaf",), r"softmax_(?:w|weights?)"),
     Kind("head", ("kernel's owner",), r"cls"),
     Kind(
         "head",
         ("top",),
-        r"decoder|readout|predictor|(?:output|final|last)_(?:layer|dense|linear)|predictions",
+        r"decoder|readout|predictor|predictions|"
+        r"(?:output|final|last)_(?:layer|dense|linear)",
         adam=False,
         sure=False,
         ranks=(2, 2),
@@ -188,7 +198,8 @@ KINDS = (
         _HERE,
         r"a_logs?|log_a|a_param|ds|dt|dt_projs?(?:_.*)?|dt_bias|log_dt|inv_dt|dt_log|"
         r"log_(?:steps?|delta|lambda|decay)|lambda_(?:re|im|real|imag|bar)|"
-        r"(?:nu|theta|gamma)_log|(?:log_)?[abcd]_(?:re|im|real|imag)|token_shift|ssm_(?:a|b|c|d|dt)(?:_.*)?|"
+        r"(?:nu|theta|gamma)_log|(?:log_)?[abcd]_(?:re|im|real|imag)|token_shift|"
+        r"ssm_(?:a|b|c|d|dt)(?:_.*)?|"
         r"time_(?:decay|first|faaaa|mix\w*|maa\w*|shift)|(?:.*_)?decays?|bonus",
     ),
     Kind("state space", ("pair",), rf"{_word('ssm|mamba|lru|rglru|ssd|hippo')}/[abcd]"),
@@ -238,7 +249,8 @@ KINDS = (
     Kind(
         "layer scale",
         _OWN,
-        rf"(?:.*_)?(?:layer_?scale|ls)(?:_.*)?|{_last('lambdas?')}|lambda_[qk]|alphas?|re_?zero(?:_.*)?|res_?weights?|"
+        rf"(?:.*_)?(?:layer_?scale|ls)(?:_.*)?|{_last('lambdas?')}|lambda_[qk]|alphas?|"
+        r"re_?zero(?:_.*)?|res_?weights?|"
         r"(?:skip|res|resid|residual)_(?:weights?|gates?|alphas?|lambdas?)",
     ),
     Kind(
