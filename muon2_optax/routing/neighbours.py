@@ -48,7 +48,8 @@ def findings(
         key = tree.key(path)
         shape = tree.shapes[key]
         if tree.stacked(key):
-            found[path] = Finding(None, "vectors of stacked layers")
+            doubt = "it is wider than the layers' matrices" if tree.wide(key) else ""
+            found[path] = Finding(None, "vectors of stacked layers", doubt)
         elif shape is not None and tree.is_bias(key, shape):
             found[path] = Finding(None, "bias beside its weight")
         elif tree.is_gate(key):
@@ -76,7 +77,8 @@ class _Tree:
             for depth in range(len(key)):
                 self.children[key[:depth]].add(key[depth])
                 subtrees[key[:depth]].add(shape)
-        self._stacks = {key for key, subtree in subtrees.items() if subtree.is_stack()}
+        # The largest side of a matrix in each.
+        self._stacks = {key: x.largest for key, x in subtrees.items() if x.is_stack()}
 
     def key(self, path: str) -> Path:
         return self._keys[path]
@@ -102,6 +104,11 @@ class _Tree:
         if not key or "kernel" in key[-1] or self.rank(key) != 2:
             return False
         return any(key[:depth] in self._stacks for depth in range(len(key)))
+
+    def wide(self, key: Path) -> bool:
+        """Whether a leaf has a side that no matrix stacked with it has the like of."""
+        sides = [self._stacks.get(key[:depth], 0) for depth in range(len(key))]
+        return max(self.shapes[key] or (0,)) > max(sides)
 
     def is_bias(self, key: Path, shape: Shape) -> bool:
         """``b`` beside ``w``, ``gating_b`` beside ``gating_w``: what a bias adds to.
