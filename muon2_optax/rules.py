@@ -209,11 +209,12 @@ class MatrixRules:
             without a rule. All are listed, each with the rules that settle it.
         """
         self._check_patterns([name for name, _ in trees.named_leaves(params)])
-        cases = [v.case for v in self._verdicts(params) if v.doubt or v.uncovered]
+        verdicts = self._verdicts(params)
+        cases = [v.case for v in verdicts if v.doubt or v.uncovered]
         if cases:
             raise ValueError(
                 f"{len(cases)} leaves are doubtful; a rule settles each:\n"
-                + doubts.text_of(cases, most=len(cases))
+                + doubts.text_of(cases, [v.path for v in verdicts], most=len(cases))
             )
 
     def describe(self, params: optax.Params, shape_scale: str = "spectral") -> str:
@@ -301,7 +302,9 @@ class MatrixRules:
         if paths and missing and not self.allow_unused:
             shown = ", ".join(map(repr, paths[:8])) + (", ..." if paths[8:] else "")
             raise ValueError(
-                f"rule {missing[0]!r} matches no parameter; the paths are {shown}"
+                f"rule {missing[0]!r} matches no parameter; the paths are {shown}."
+                " allow_unused=True accepts it, as under optax.multi_transform, where"
+                " each optimizer sees a part of the tree"
             )
 
 

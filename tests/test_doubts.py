@@ -26,6 +26,9 @@ DOUBTFUL = [
     ("q_scale/kernel", (64, 64), "matrix", "half that of .*: scale"),
     ("norm_mixer/weight", (64, 64), "matrix", "half that of .*: norm"),
     ("conv/kernel", (9, 64), "matrix", "half that of .*: convolution"),
+    ("fconv/w", (9, 64), "matrix", "half that of .*: convolution"),
+    ("dueling_head/fc/kernel", (64, 64), "matrix", "half that of .*: head"),
+    ("last_dense/w", (64, 64), "matrix", "half that of .*: head"),
     ("out_scale/weight", (256, 256), "adam", "only half says scale"),
 ]
 
@@ -77,6 +80,57 @@ def test_layers_alike_are_one_line():
     settled = MatrixRules(((pattern, None),))
     settled.check(tree)
     assert "layers_*/gate_vector x 40" in settled.describe(tree)
+
+
+@pytest.mark.parametrize(
+    "doubtful, others",
+    [
+        # The first and the last layer of a policy; the hidden ones are as usual.
+        (
+            {"fc_0/w": (6, 96), "fc_3/w": (96, 3)},
+            {"fc_1/w": (96, 96), "fc_2/w": (96, 96)},
+        ),
+        # Doubtful in every other layer.
+        (
+            {f"h/{n}/mix/{m}/w": (4, 64) for n in (2, 10) for m in (0, 1)},
+            {"h/9/mix/0/w": (64, 64), "h/100/mix/1/w": (64, 64), "h/2/mix/2/w": (64,)},
+        ),
+        # Numbers that agree crosswise.
+        ({"a/1/2/w": (2, 64), "a/2/1/w": (2, 64)}, {"a/1/1/w": (64, 64)}),
+    ],
+)
+def test_a_line_of_the_warning_leaves_other_layers_alone(doubtful, others):
+    tree = {path: leaf(*shape) for path, shape in (doubtful | others).items()}
+    with pytest.raises(ValueError) as refused:
+        MatrixRules().check(tree)
+    lines = re.findall(r'r"(.*)", None', str(refused.value))
+    rules = MatrixRules(tuple((line, None) for line in lines))
+    rules.check(tree)
+    labels = labels_of(rules, tree)
+    assert {path for path in tree if labels[path] == "adam"} == {
+        *doubtful,
+        *(path for path, shape in others.items() if len(shape) == 1),
+    }
+
+
+def test_a_bias_beside_an_embedding_makes_it_doubtful():
+    tree = {
+        "sigma_embed": [{"weight": leaf(256, 64), "bias": leaf(256)}],
+        "note_emb": {"weight": leaf(90, 64)},
+        "node_embed": {"w": leaf(64, 96), "b": leaf(96)},
+    }
+    with pytest.warns(UserWarning, match="a bias is beside it") as seen:
+        labels = labels_of(MatrixRules(), tree)
+    assert set(labels.values()) == {"adam"}
+    text = str(seen[0].message)
+    assert "sigma_embed" in text and "node_embed" in text and "note_emb" not in text
+
+
+def test_the_warning_of_uncovered_leaves_ends_somewhere():
+    tree = {"x" * n: {"u": leaf(2, 3, 4)} for n in range(1, 150)}
+    with pytest.warns(UserWarning, match="and 49 more, see rules.describe") as seen:
+        MatrixRules().labels(tree)
+    assert "x" * 101 not in str(seen[0].message)
 
 
 def test_pythons_registry_shows_it_once():

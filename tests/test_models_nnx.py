@@ -42,6 +42,7 @@ class Zoo(nnx.Module):
         self.heads_in = nnx.Einsum("bd,ndh->bnh", (2, 6, 5), rngs=rngs)
         self.heads_out = nnx.Einsum("bnh,nhd->bd", (2, 5, 6), rngs=rngs)
         self.pair = nnx.Einsum("bd,cdkh->cbkh", (2, 6, 2, 4), rngs=rngs)
+        self.columns = nnx.Einsum("bd,nd->nb", (9, 6), rngs=rngs)
         self.conv = nnx.Conv(3, 5, (3, 2), padding="VALID", rngs=rngs)
         self.upscale = nnx.ConvTranspose(3, 5, (3,), rngs=rngs)
         self.turned = nnx.ConvTranspose(3, 5, (3,), transpose_kernel=True, rngs=rngs)
@@ -75,6 +76,7 @@ LAYERS = {
     "heads_in/kernel": ((1, 6), None, 1),
     "heads_out/kernel": ((1, 2, 5), None, 1),
     "pair/kernel": ((1, 6), lambda layer, x: layer(x)[1], 1),
+    "columns/kernel": ((1, 6), None, 1),
     "conv/kernel": ((6, 5, 3), None, 1),
     "upscale/kernel": ((6, 3), None, 1),
     "turned/kernel": ((6, 3), None, 1),
@@ -262,6 +264,20 @@ def test_a_module_of_ones_own_is_listed_and_can_be_taught():
         MatrixRules.of(model, modules={Own: {"w": MatrixAxes(2, 3)}})
     with pytest.raises(ValueError, match="Own.*'v'.*matches no parameter.*Linear"):
         MatrixRules.of(model, modules={Own: {"v": None}})
+
+
+def test_a_module_may_refer_to_itself_and_to_its_parent():
+    class Node(nnx.Module):
+        def __init__(self, rngs):
+            self.me = self
+            self.down = nnx.Linear(3, 7, rngs=rngs)
+            self.down.parent = self
+
+    rules = MatrixRules.of(Node(nnx.Rngs(0)))
+    assert {x.path: x.reason for x in rules.leaves} == {
+        "down/kernel": "module Linear",
+        "down/bias": "module Linear",
+    }
 
 
 def test_patterns_come_first():

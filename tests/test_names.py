@@ -74,29 +74,37 @@ def test_names_leave_indices_out():
 ADAM = {
     "head": "lm_logits/kernel mlm_head/weight policy_head/kernel logits_linear/w "
     "decoder/vocab_proj/kernel qa_outputs/kernel unembedding params.output.weight "
-    "lm_head/dense/kernel classifier/out_proj/kernel value_head/w",
+    "lm_head/dense/kernel classifier/out_proj/kernel value_head/w lm_head_w "
+    "multi_token_head/kernel mlm/predictions/decoder/kernel nsp_head_weight",
     "embedding": "type_emb/weight emb_users/w shared_embedding/embedding wtte/weight "
     "embed_in/weight item_embs patch_embed/kernel TokenEmbedder_0/table",
     "table": "vq/code_book word_table/weight hash_lookup/w vocabulary codewords "
-    "token_vocab quantizer/codevectors",
+    "token_vocab quantizer/codevectors dino_prototypes class_centres",
     "position": "posenc rel_pos_h abs_pos/weight positional_encoding pos_table "
-    "relative_attention_bias/weight alibi learned_positions pos_embed_win",
+    "relative_attention_bias/weight alibi learned_positions pos_embed_win "
+    "frame_pos W_pos grid_pos/w relative_width alibi_slopes rotary_inv_freq",
     "norm": "final_rmsnorm/weight norm_f/w GroupNorm_3/scale ffn_layernorm/weight "
     "ln_post/weight bn1/gain norm_added_k/weight attn_ln/scale post_norm "
-    "mlp_norm/kernel",
-    "scale": "attn/per_dim_scale hyper/post_scale block/gain resid_gamma block/beta",
-    "bias": "mlp/up_bias attn/biases in_proj_bias bias_kv pos/offset attn/q/bias",
+    "mlp_norm/kernel ln_2_g ln_3_b/w norm_2_weights sub_norm3d/w attn_subln/w "
+    "attn/qk_rms_norm/k",
+    "scale": "attn/per_dim_scale hyper/post_scale block/gain resid_gamma block/beta "
+    "attn/temperature width_multiplier head_tau",
+    "bias": "mlp/up_bias attn/biases in_proj_bias bias_kv pos/offset attn/q/bias "
+    "short_gate/conv_bias",
     "router": "moe/router/kernel switch_router/w_router ffn_moe/gate/kernel "
     "expert_gate/w MoELayer_2/gating/kernel gating_network/kernel",
     "depthwise convolution": "dw_conv/kernel DepthwiseConv_1/kernel short_conv/w "
     "mixer/causal_conv/weight temporal_conv_1d/kernel",
     "state space": "ssm/A_logs mixer/dt_projs_weight lru/nu_log s5/Lambda_re "
-    "time_decay s4/log_dt ssm/C mamba/D lru/B_re",
-    "attention sink": "attn/sink sink_logits attn/attention_sinks",
-    "layer scale": "ls1/weight block/layer_scale_2 resid_lambdas layerscale/w",
+    "time_decay s4/log_dt ssm/C mamba/D lru/B_re s4d/log_A_im att/r_k tmix/x_g",
+    "attention sink": "attn/sink sink_logits attn/attention_sinks sink_kv",
+    "layer scale": "ls1/weight block/layer_scale_2 resid_lambdas layerscale/w "
+    "lambda_k1 rezero_gate resweight",
     "hyper-connection": "hc_attn_base hc_ffn_scale static_alpha",
-    "token": "cls reg_tokens dist_token mask_tokens/weight soft_prompt MAPHead_0/probe",
-    "latent": "latents latent_array object_queries learned_query track_queries/weight",
+    "token": "cls reg_tokens dist_token mask_tokens/weight soft_prompt MAPHead_0/probe "
+    "register_toks cls_tok eos",
+    "latent": "latents latent_array object_queries learned_query track_queries/weight "
+    "slot_log_sigma mem_v persistent_keys prompt_learner/ctx",
     "state": "init_hidden/w initial_state null_kv",
 }
 
@@ -129,6 +137,10 @@ MATRICES = (
     "latent_proj/kernel to_latents_proj/kernel query/kernel queries_proj/kernel "
     "lora_down/kernel q/lora_B lorax/kernel floral/kernel "
     "MAPHead_0/MlpBlock_0/Dense_1/kernel "
+    "linear_pos/w to_pos/kernel pos_mlp/w multihead/w talking_heads/kernel "
+    "lambda_net/w mem_v/kernel att/k/kernel rezero_block/fc/kernel conv_pw/w pwconv2/w "
+    "predictions/transform/dense/kernel temperature_mlp/fc/kernel normal_1/w "
+    "row_mlp/w head_weights/fc/kernel token_shift_mlp/fc/kernel "
     "attention/output/dense/kernel prober/kernel sinkhorn/kernel downsample/kernel"
 )
 

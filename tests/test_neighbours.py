@@ -40,6 +40,16 @@ def test_vectors_of_layers_stacked_on_axis_1():
     assert "layers/attention/tau" not in matrices_of({"layers": layers}, rules)
 
 
+def test_a_vector_wider_than_the_stacked_matrices_is_doubtful():
+    """Maps from a model of width 48 to heads of size 96 look like 48 layers."""
+    attention = {name: {"w": leaf(48, 2, 96)} for name in "qkv"}
+    tree = {"block": {**attention, "up": {"w": leaf(48, 160)}}}
+    with pytest.raises(ValueError, match="'block/up/w'.*wider than the layers' mat"):
+        MatrixRules().check(tree)
+    stacked = {"fc": {"kernel": leaf(6, 48, 160), "v": leaf(6, 160)}, "g": leaf(6, 48)}
+    assert "wider" not in MatrixRules().describe({"layers": stacked})
+
+
 def test_layers_that_are_not_stacked_keep_their_matrices():
     """The axis that projections of heads share is the layer's width."""
     attention = {
@@ -95,6 +105,8 @@ def test_matrices_of_a_state_space_are_known_by_its_eigenvalues():
     }
     assert matrices_of({"seq": layer}) == {"seq/W"}
     assert matrices_of({"B": leaf(16, 32), "C": leaf(32, 16)}) == {"B", "C"}
+    low_rank = {"Lambda_im": leaf(16), "P": leaf(16, 24), "K": leaf(16, 24)}
+    assert matrices_of({"dplr": low_rank, "P": leaf(16, 24)}) == {"dplr/K", "P"}
 
 
 # --- weights stored (out, in) -------------------------------------------------------

@@ -72,6 +72,12 @@ def test_pattern_that_matches_nothing_is_named():
         rules.labels({"b": {"w": leaf(4, 4)}})
     with pytest.raises(ValueError, match="'attn/qq_proj' matches no parameter"):
         m2.muon(0.1, rules=rules).init({"b": {"w": jnp.ones((4, 4))}})
+    # An optimizer of a part of the tree sees a part of the paths.
+    parts = optax.multi_transform(
+        {"x": m2.muon(0.1, rules=rules), "y": optax.sgd(0.1)}, {"a": "y", "w": "x"}
+    )
+    with pytest.raises(ValueError, match="allow_unused=True.*multi_transform"):
+        parts.init({"a": jnp.ones((4, 4)), "w": jnp.ones((4, 4))})
     # Shadowed by an earlier pattern is not the same as matching nothing.
     MatrixRules((("w", MatrixAxes(0, 1)), ("w", None))).labels({"w": leaf(4, 4)})
 

@@ -131,11 +131,9 @@ def einsum(equation: str, shape: Iterable[int | None]) -> Weight | None:
     kept = [letter for letter in result if letter in inputs or letter == "."]
     leading = set(itertools.takewhile(lambda c: c in letters - set(inputs), result))
     ins = [i for i, c in enumerate(kernel) if c not in result]
-    outs = [
-        i
-        for i, c in enumerate(kernel)
-        if c not in inputs and not (kept and c in leading)
-    ]
+    made = [i for i, c in enumerate(kernel) if c not in inputs]
+    # Where all outputs are in front, the result is only transposed.
+    outs = [i for i in made if not (kept and kernel[i] in leading)] or made
     if not ins or not outs:
         return adam(shape, "no sum over inputs" if not ins else "one output")
     return matrix(shape, ins, outs, dense=True)

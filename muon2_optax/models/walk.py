@@ -46,7 +46,10 @@ def leaves(
 
 def _children(node: Any, is_module: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """One level of a tree, named as in the paths of its leaves."""
-    found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    # By its path: a module may hold itself.
+    found = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda path, x: bool(path), is_leaf_takes_path=True
+    )
     named = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), child)
         for path, child in found[0]

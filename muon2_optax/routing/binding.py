@@ -52,14 +52,20 @@ def rules_of_tree(
         doubt = _doubt(known, shapes[path], kinds[path], sizes)
         if path in found or doubt:
             rules.append(LeafRule(path, known.axes, known.reason, doubt))
+    biases = {names.components(p)[:-1]: s for p, s in leaves if _is_bias(p, s)}
     for path, kind in kinds.items():
         if kind is not None and kind.adam:
-            doubt = doubts.doubt_of_adam(shapes[path], kind, sizes)
+            bias = biases.get(names.components(path)[:-1])
+            doubt = doubts.doubt_of_adam(shapes[path], kind, sizes, bias)
             if doubt:
                 rules.append(LeafRule(path, None, f"name: {kind.label}", doubt))
     if shapes.keys() == {""} and len(shapes[""]) == 1 and not decided(""):
         rules.append(LeafRule("", None, "rank 1", doubts.FLATTENED))
     return rules
+
+
+def _is_bias(path: str, shape: Shape) -> bool:
+    return len(shape) == 1 and names.name_of(path).leaf in ("bias", "b")
 
 
 def _doubt(

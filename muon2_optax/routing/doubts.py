@@ -4,11 +4,11 @@ import collections
 import dataclasses
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from muon2_optax.routing.kinds import Kind
 from muon2_optax.routing.leaves import Case
-from muon2_optax.routing.names import components, pattern_of
+from muon2_optax.routing.names import normal, pattern_of
 from muon2_optax.routing.neighbours import UNORIENTED
 
 Shape = tuple[int, ...]
@@ -65,36 +65,80 @@ def doubt_of_matrix(shape: Shape, kind: Kind | None, sizes: Sizes) -> str:
     return " and ".join(reasons)
 
 
-def doubt_of_adam(shape: Shape, kind: Kind, sizes: Sizes) -> str:
-    """What speaks against sending a large leaf to AdamW for its name."""
+def doubt_of_adam(
+    shape: Shape, kind: Kind, sizes: Sizes, bias: Shape | None = None
+) -> str:
+    """What speaks against sending a large leaf to AdamW for its name.
+
+    Args:
+      shape: the shape of the leaf.
+      kind: what its name says.
+      sizes: those of the whole tree.
+      bias: the shape of the bias beside it, if there is one.
+    """
     size = 1
     for side in shape:
         size *= side
     if kind.label == "head" and len(set(shape)) == 1 and shape[0] >= TOY:
         return "it is a square, as heads are not"
+    if kind.sure and kind.label == "embedding" and bias is not None:
+        fits = len(shape) == 2 and bias[0] in shape and min(shape) >= SMALLEST_SIDE
+        return "a bias is beside it, as beside a linear map" if fits else ""
     if kind.sure or min(shape) < SMALLEST_SIDE or size < sizes.median:
         return ""
     return f"its name only half says {kind.label}, and it is as large as a matrix"
 
 
-def settling_lines(path: str, shape: Shape, doubt: str) -> list[str]:
+def settling_lines(pattern: str, shape: Shape, doubt: str) -> list[str]:
     """The rules that settle a doubt, one line for each answer."""
     if doubt == FLATTENED:
         return [
             "leave optax.flatten out: Muon needs to see the matrices",
             '(r"^$", None)  # AdamW',
         ]
-    digits = re.sub(r"\d+", r"\\d+", "/".join(components(path)))
     answers = {"MatrixAxes(-2, -1)": "Muon, (in, out)", "None": "AdamW"}
     if len(shape) != 2:
         answers = {"MatrixAxes(<in>, <out>)": "Muon", "None": "AdamW"}
     elif UNORIENTED in doubt:
         answers = {"MatrixAxes(-1, -2)": "Muon, (out, in)", **answers}
-    return [f'(r"^{digits}$", {axes}),  # {group}' for axes, group in answers.items()]
+    return [f'(r"{pattern}", {axes}),  # {group}' for axes, group in answers.items()]
 
 
-def text_of(cases: Sequence[Case], most: int = 20) -> str:
-    """Two lines for each group of doubtful leaves: the doubt, and what settles it."""
+def pattern_for(paths: Sequence[str], alike: Collection[str]) -> str:
+    """A regular expression that matches these paths and no other leaf of the tree.
+
+    Args:
+      paths: normal forms that differ in numbers only.
+      alike: all normal forms in the tree that differ from them in numbers only.
+    """
+    if set(paths) == set(alike):
+        return "^" + re.sub(r"\d+", r"\\d+", paths[0]) + "$"
+    columns = [sorted(set(c), key=_by_size) for c in zip(*map(_NUMBERS.split, paths))]
+    pattern = "".join(c[0] if len(c) == 1 else f"({'|'.join(c)})" for c in columns)
+    if any(re.fullmatch(pattern, path) for path in set(alike) - set(paths)):
+        pattern = f"({'|'.join(dict.fromkeys(paths))})"
+    return f"^{pattern}$"
+
+
+_NUMBERS = re.compile(r"(\d+)")
+
+
+def _by_size(number: str) -> tuple[int, str]:
+    return len(number), number
+
+
+def text_of(cases: Sequence[Case], paths: Sequence[str], most: int = 20) -> str:
+    """Two lines for each group of doubtful leaves: the doubt, and what settles it.
+
+    Args:
+      cases: the doubtful leaves.
+      paths: those of all leaves of the tree. A rule for the doubtful ones must leave
+        the others alone: the first layer of a stack may be doubtful, the next not.
+      most: how many groups are shown.
+    """
+    alike = collections.defaultdict(set)
+    for path in paths:
+        alike[pattern_of(normal(path))].add(normal(path))
     groups: dict[tuple[object, ...], list[Case]] = collections.defaultdict(list)
     for case in cases:
         groups[pattern_of(case.path), case.shape, case.group, case.doubt].append(case)
@@ -104,23 +148,28 @@ def text_of(cases: Sequence[Case], most: int = 20) -> str:
             lines.append(f"  and {len(groups) - most} more, see rules.describe(params)")
             break
         case = group[0]
-        paths = [f"{c.path!r}" for c in group]
+        shown = [f"{c.path!r}" for c in group]
         names = ", ".join(
-            paths if len(paths) <= 3 else [f"{paths[0]} and {len(paths) - 1} like it"]
+            shown if len(shown) <= 3 else [f"{shown[0]} and {len(shown) - 1} like it"]
         )
         lines.append(f"  {names} {case.shape} goes to {case.group}, but {case.doubt}:")
-        settling = settling_lines(case.path, case.shape, case.doubt)
+        forms = [normal(c.path) for c in group]
+        pattern = pattern_for(forms, alike[pattern_of(forms[0])])
+        settling = settling_lines(pattern, case.shape, case.doubt)
         lines.extend(f"    {line}" for line in settling)
     return "\n".join(lines)
 
 
-def names_of(paths: Sequence[tuple[str, Shape]]) -> str:
-    """Paths and shapes in a line, layers alike as one."""
+def names_of(paths: Sequence[tuple[str, Shape]], most: int = 100) -> str:
+    """Paths and shapes in a line, layers alike as one, ``most`` of them at most."""
     groups: dict[tuple[str, Shape], list[str]] = collections.defaultdict(list)
     for path, shape in paths:
         groups[pattern_of(path), shape].append(path)
     shown = []
-    for (_, shape), alike in groups.items():
+    for number, ((_, shape), alike) in enumerate(groups.items()):
+        if number == most:
+            shown.append(f"and {len(groups) - most} more, see rules.describe(params)")
+            break
         if len(alike) <= 3:
             shown.extend(f"{path} {shape}" for path in alike)
         else:

@@ -54,11 +54,11 @@ class Kind:
     ranks: tuple[int, int] = (2, 99)
 
 
-_NORM = r"norms?|(?!de|ab)[a-z]*norm|[a-z]*normali[sz]ation|ln[a-z]?|rms|[bg]n"
+_NORM = r"norms?|(?!de|ab)[a-z]*norm|[a-z]*normali[sz]ation|(?:sub)?ln[a-z]?|rms|[bg]n"
 _WHICH = (  # what may stand behind the word for a norm: which of them it is
     r"pre|post|f|final|first|last|in|out|input|output|before|after|inner|outer|mid|layer|"
     r"q|k|v|kv|qk|a|b|x|y|z|s|t|query|key|value|self|cross|context|added|img|txt|"
-    r"encoder|decoder|scale|weight|gain|gamma|beta|w|g"
+    r"encoder|decoder|scale|weights?|gain|gamma|beta|bias|w|g|\d+d?"
 )
 _EMBEDDING = (
     r"[a-z]*emb|[a-z]*embds?|embs|(?!un)[a-z]*embeds?|(?!un)[a-z]*embedd?ings?|"
@@ -69,15 +69,21 @@ _PROJECTION = (  # names of maps between activations
     r"|ff|ffn|fc|transform|layernorm|mixer|wise)(?:_(?:in|out))?"
 )
 _POSITION = r"pos|positions?|positional|relpos|abspos"
+_WHICH_POSITION = (
+    r"abs|absolute|rel|relative|learned|learnt|learnable|fixed|sin\w*|w|time|temporal|"
+    r"spatial|frame|patch|grid|row|col|token"
+)
 _SCALE = r"[a-z]*scales?|gains?|gammas?|betas?"
 _TOKEN = (
-    r"tokens?|registers?|masks?|prompts?|probes?|slots?|prefix(?:es)?|memor(?:y|ies)"
+    r"tokens?|toks?|registers?|masks?|prompts?|probes?|slots?|prefix(?:es)?|"
+    r"memor(?:y|ies)"
 )
 _WEIGHT = (  # what a vector may be called, besides by its kind
     r"weights?|w|params?|parameters?|data|tensor|vectors?|table|embeddings?|scales?|g|"
     r"gains?|gammas?|betas?|alphas?|b|bias(?:es)?|offsets?|shift"
 )
 _KERNEL = r"(?:.*_)?kernels?(?:_.*)?"
+_NO_HEAD = r"multi(?!_token)|multihead|attn|attention|talking|per|num|map|pool"
 _HERE = ("leaf", "owner")
 _OWN = ("leaf", "vector's owner")
 
@@ -86,15 +92,18 @@ KINDS = (
     Kind(
         "attention sink",
         _HERE,
-        rf"{_last('sinks?')}|sinks?_(?:logits?|tokens?|bias|weights?|keys?|values?)|s_aux",
+        rf"{_last('sinks?')}|s_aux|"
+        r"sinks?_(?:logits?|tokens?|bias|weights?|keys?|values?|k|v|kv)",
     ),
     Kind(
         "position",
         _HERE,
-        rf"(?:(?:abs|absolute|rel|relative|learned|learnable|fixed|sin\w*)_)?"
-        rf"(?:{_POSITION})|pe|rpe|posenc|rope|rotary|alibi|slopes|inv_freqs?|freqs(?:_cis)?"
+        rf"(?:(?:{_WHICH_POSITION})_)?"
+        rf"(?:{_POSITION})|pe|rpe|posenc|rope|rotary|alibi|"
+        r"(?:alibi_)?slopes|(?:(?:rope|rotary)_)?(?:inv_freqs?|freqs(?:_cis)?)"
         rf"|(?:.*_)?(?:{_POSITION})_(?:[a-z]*emb\w*|enc|encodings?|tables?|bias(?:es)?|h|w|"
-        r"index|ids)(?:_.*)?|(?:rel|relative)_(?:pos\w*|attention_bias|bias)(?:_.*)?",
+        r"index|ids)(?:_.*)?|"
+        r"(?:rel|relative)_(?:pos\w*|attention_bias|bias|height|width)(?:_.*)?",
         unless=_PROJECTION,
     ),
     Kind(
@@ -118,8 +127,9 @@ KINDS = (
         "table",
         _HERE,
         rf"{_last('(?:code|cook)books?|tables?|lookups?|vocab|vocabular(?:y|ies)|luts?')}|"
-        r"(?:.*_)?code_?(?:book|word|vector)s?|codes|lookup_.*|tid_2_eid|prototypes?|"
-        r"centroids?|dictionar(?:y|ies)|word_vectors?",
+        r"(?:.*_)?code_?(?:book|word|vector)s?|codes|lookup_.*|tid_2_eid|"
+        r"(?:.*_)?(?:prototypes?|centroids?)|(?:cluster|class)_cent(?:er|re)s?|"
+        r"dictionar(?:y|ies)|word_vectors?",
         unless=_PROJECTION,
     ),
     # --- heads
@@ -129,16 +139,24 @@ KINDS = (
         rf"{_last('[a-z]*heads?')}|{_word('logits?|logits?dense|un_?embed[a-z]*')}|"
         r"(?:.*_)?classifiers?|classification|qa_outputs?|seq_relationship|embed_out|"
         r"vocab(?:ulary)?_(?:proj\w*|out\w*|dense|linear)|(?:out|output)_vocab(?:ulary)?",
-        unless=rf"pre_logits?|{_word('multi|multihead|attn|attention|per|num|map|pool')}",
+        unless=rf"pre_logits?|{_word(_NO_HEAD)}",
+    ),
+    Kind(
+        "head",
+        ("leaf",),
+        r"(?:(?:.*_)?heads?|softmax)_(?:w|weights?)",
+        unless=_word(_NO_HEAD),
     ),
     Kind("head", ("above",), r"(?:lm_|mlm_|cls_)?head|lmhead|(?:.*_)?classifier"),
+    Kind("head", ("pair",), r"predictions/decoder"),
     # Below the top, "output" is a projection inside a layer.
-    Kind("head", ("top",), r"output|score|output_projection"),
+    Kind("head", ("top",), r"output|score|output_projection|softmax|clf"),
     Kind("head", ("kernel's owner",), r"cls"),
     Kind(
         "head",
         ("top",),
-        r"decoder|readout|predictor|output_layer|final_layer",
+        r"decoder|readout|predictor|predictions|"
+        r"(?:output|final|last)_(?:layer|dense|linear)",
         adam=False,
         sure=False,
         ranks=(2, 2),
@@ -151,6 +169,16 @@ KINDS = (
         adam=False,
         sure=False,
     ),
+    # A head of several layers: the last of them is for AdamW, the hidden ones are not.
+    Kind(
+        "head",
+        ("above",),
+        r"(?:.*_)head|logits",
+        unless=_word(_NO_HEAD),
+        adam=False,
+        sure=False,
+        ranks=(2, 2),
+    ),
     # --- mixtures of experts: gate_proj and mlp/gate are matrices of a gated MLP
     Kind("router", ("leaf", "owner", "above"), _word("routers?|routing")),
     Kind(
@@ -162,7 +190,7 @@ KINDS = (
     Kind(
         "router",
         ("pair",),
-        rf"{_word('[a-z]*moe[a-z]*|mixture')}/(?:gat(?:es?|ing)|wg)",
+        rf"{_word('[a-z]*moe[a-z]*|mixture')}/(?:gat(?:es?|ing)|wg|phi)",
     ),
     # --- state-space models and linear recurrences
     Kind(
@@ -170,10 +198,16 @@ KINDS = (
         _HERE,
         r"a_logs?|log_a|a_param|ds|dt|dt_projs?(?:_.*)?|dt_bias|log_dt|inv_dt|dt_log|"
         r"log_(?:steps?|delta|lambda|decay)|lambda_(?:re|im|real|imag|bar)|"
-        r"(?:nu|theta|gamma)_log|[abcd]_(?:re|im|real|imag)|ssm_(?:a|b|c|d|dt)(?:_.*)?|"
+        r"(?:nu|theta|gamma)_log|(?:log_)?[abcd]_(?:re|im|real|imag)|token_shift|"
+        r"ssm_(?:a|b|c|d|dt)(?:_.*)?|"
         r"time_(?:decay|first|faaaa|mix\w*|maa\w*|shift)|(?:.*_)?decays?|bonus",
     ),
     Kind("state space", ("pair",), rf"{_word('ssm|mamba|lru|rglru|ssd|hippo')}/[abcd]"),
+    Kind(  # RWKV-7's vectors
+        "state space",
+        ("pair",),
+        r"(?:att|[tc]mix|(?:time|channel)_mix\w*|ffn)/(?:x_[rwkvag]|k_[ka]|r_k)",
+    ),
     # --- convolutions whose channels do not mix
     Kind(
         "depthwise convolution",
@@ -185,8 +219,8 @@ KINDS = (
     Kind(
         "convolution of rank 2",
         _HERE,
-        _word(r"convs?|convolutions?"),
-        unless=_word("pointwise|pw|1x|1|proj"),
+        _word(r"(?!pw)[a-z]*convs?|convolutions?"),
+        unless=_word("pointwise|pw|1x|1|proj|bias"),
         adam=False,
         sure=False,
         ranks=(2, 2),
@@ -205,16 +239,18 @@ KINDS = (
         rf"(?:.*_)?(?:{_NORM})(?:_(?:{_WHICH}))*",
         unless=_word("ada[a-z]*"),
     ),
+    Kind("norm", ("pair",), r"qk_(?:[a-z]+_)?norms?/(?:q|k|query|key)"),
     # EasyLM's norms call their scale ``kernel``.
     Kind("norm", ("kernel's owner",), _last(_NORM), unless=_word("ada[a-z]*")),
-    Kind("scale", ("leaf",), _last(_SCALE)),
+    Kind("scale", ("leaf",), _last(rf"{_SCALE}|multipliers?|temperatures?|taus?")),
     Kind("scale", ("vector's owner",), _last(_SCALE), sure=False),
     Kind("norm", ("vector's owner",), _word(_NORM), adam=False, sure=False),
     Kind("scale", ("kernel's owner",), _last(_SCALE), adam=False, sure=False),
     Kind(
         "layer scale",
         _OWN,
-        rf"(?:.*_)?(?:layer_?scale|ls)(?:_.*)?|{_last('lambdas?')}|alphas?|re_?zero|"
+        rf"(?:.*_)?(?:layer_?scale|ls)(?:_.*)?|{_last('lambdas?')}|lambda_[qk]|alphas?|"
+        r"re_?zero(?:_.*)?|res_?weights?|"
         r"(?:skip|res|resid|residual)_(?:weights?|gates?|alphas?|lambdas?)",
     ),
     Kind(
@@ -232,7 +268,12 @@ KINDS = (
         r"seed|probe|content)_(?:quer(?:y|ies)|vectors?|latent)|"
         r"quer(?:y|ies)_(?:vectors?|array|feat\w*|content)",
     ),
-    Kind("learned query or latent", ("leaf",), r"queries"),
+    Kind(
+        "learned query or latent",
+        ("leaf",),
+        r"queries|slots?_(?:mu|(?:log_)?sigma|init\w*)|ctx|(?:ctx|context)_vec(?:tor)?s?|"
+        r"(?:mem|memory|persistent|pkm|product)_(?:k|v|kv|keys?|values?)|[bes]os",
+    ),
     Kind(
         "initial state",
         _OWN,

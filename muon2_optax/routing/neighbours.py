@@ -48,7 +48,8 @@ def findings(
         key = tree.key(path)
         shape = tree.shapes[key]
         if tree.stacked(key):
-            found[path] = Finding(None, "vectors of stacked layers")
+            doubt = "it is wider than the layers' matrices" if tree.wide(key) else ""
+            found[path] = Finding(None, "vectors of stacked layers", doubt)
         elif shape is not None and tree.is_bias(key, shape):
             found[path] = Finding(None, "bias beside its weight")
         elif tree.is_gate(key):
@@ -76,7 +77,8 @@ class _Tree:
             for depth in range(len(key)):
                 self.children[key[:depth]].add(key[depth])
                 subtrees[key[:depth]].add(shape)
-        self._stacks = {key for key, subtree in subtrees.items() if subtree.is_stack()}
+        # The largest side of a matrix in each.
+        self._stacks = {key: x.largest for key, x in subtrees.items() if x.is_stack()}
 
     def key(self, path: str) -> Path:
         return self._keys[path]
@@ -103,6 +105,11 @@ class _Tree:
             return False
         return any(key[:depth] in self._stacks for depth in range(len(key)))
 
+    def wide(self, key: Path) -> bool:
+        """Whether a leaf has a side that no matrix stacked with it has the like of."""
+        sides = [self._stacks.get(key[:depth], 0) for depth in range(len(key))]
+        return max(self.shapes[key] or (0,)) > max(sides)
+
     def is_bias(self, key: Path, shape: Shape) -> bool:
         """``b`` beside ``w``, ``gating_b`` beside ``gating_w``: what a bias adds to.
 
@@ -127,7 +134,7 @@ class _Tree:
     def is_state_space(self, key: Path) -> bool:
         """``B``, ``C`` and ``D`` beside ``Lambda_re``, ``log_step`` or ``A_log``."""
         return bool(key) and bool(
-            re.fullmatch(r"[A-E]\d?|[BC]_?(re|im|tilde|bar)?", key[-1])
+            re.fullmatch(r"[A-EPQ]\d?|[BC]_?(re|im|tilde|bar)?", key[-1])
             and any(
                 re.fullmatch(r"(?i)Lambda.*|log_(step|dt|delta)s?|A_log|nu_log", name)
                 for name in self.siblings(key)

@@ -41,10 +41,11 @@ def warn_of(verdicts: Sequence[Verdict]) -> None:
             stacklevel=1,
         )
     cases = [v.case for v in verdicts if v.doubt]
+    paths = [v.path for v in verdicts]
     if cases:
         warnings.warn(
             f"{len(cases)} leaves may be with the wrong optimizer; a rule settles"
-            f" each:\n{text_of(cases)}",
+            f" each:\n{text_of(cases, paths)}",
             stacklevel=1,
         )
 
@@ -57,7 +58,7 @@ def report(verdicts: Sequence[Verdict], shape_scale: str) -> str:
     if doubtful:
         parts.append(
             "Doubtful, listed first below; a rule settles each:\n"
-            + text_of(doubtful)
+            + text_of(doubtful, [v.path for v in verdicts])
             + "\n"
         )
     parts.append(_table([HEADER, *_rows(verdicts, shape_scale)]))
