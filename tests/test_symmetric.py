@@ -25,7 +25,8 @@ def interpret(monkeypatch):
     return mosaic_gpu.InterpretGPUParams(detect_races=True)
 
 
-SMALL = Tiles(side=128, stages=2)
+SIDE = 128
+SMALL = Tiles(side=SIDE, stages=2)
 
 
 @needs_kernel
@@ -37,7 +38,7 @@ def test_product(addends, dtype, interpret):
     cs = [jnp.asarray(c + c.swapaxes(1, 2), dtype) for c in cs]
     pairs = [(0.5 + i, c) for i, c in enumerate(cs)]
     got = symmetric.product(x, x, *pairs, alpha=0.25, tiles=SMALL, interpret=interpret)
-    reference.assert_symmetric_product(got, x, pairs, 0.25, jnp.finfo(dtype).eps)
+    reference.assert_symmetric_product(got, x, pairs, 0.25, jnp.finfo(dtype).eps, SIDE)
 
 
 @needs_kernel
@@ -49,7 +50,9 @@ def test_products_that_still_run_while_tiles_are_asked_for(k, stages, interpret)
     options = {"tiles": tiles, "interpret": interpret}
     x = stack((3, 256, k))
     got = symmetric.product(jnp.asarray(x), jnp.asarray(x), alpha=0.25, **options)
-    reference.assert_symmetric_product(got, x, [], 0.25, jnp.finfo(jnp.float16).eps)
+    reference.assert_symmetric_product(
+        got, x, [], 0.25, jnp.finfo(jnp.float16).eps, SIDE
+    )
     p = stack((3, 256, 256), 2) / 16
     got = symmetric.add_product(jnp.asarray(p), jnp.asarray(x), **options)
     p, x = p.astype(np.float64), x.astype(np.float64)
@@ -70,7 +73,7 @@ def test_product_of_some_members(addends, interpret):
     )  # fmt: skip
     pairs = [(beta, c[:2]) for beta, c in pairs]
     eps = jnp.finfo(jnp.float16).eps
-    reference.assert_symmetric_product(got[:2], x[:2], pairs, 1.0, eps)
+    reference.assert_symmetric_product(got[:2], x[:2], pairs, 1.0, eps, SIDE)
 
 
 def _panels(x, k):
@@ -94,7 +97,7 @@ def test_product_of_panels(columns, interpret):
         assert len(got) == (results or len(panels))
         got, some = got[: members or 2], x[: members or 2]
         eps = jnp.finfo(jnp.float16).eps
-        reference.assert_symmetric_product(got, some, [], 0.5, eps)
+        reference.assert_symmetric_product(got, some, [], 0.5, eps, SIDE)
 
 
 @needs_kernel
@@ -106,7 +109,7 @@ def test_panels_wider_than_tiles(interpret):
     half, options = jnp.asarray(panels), {"tiles": SMALL, "interpret": interpret}
     got = symmetric.product(half, half, alpha=0.5, columns=330, **options)
     eps = jnp.finfo(jnp.float16).eps
-    reference.assert_symmetric_product(got[:1], x, [], 0.5, eps)
+    reference.assert_symmetric_product(got[:1], x, [], 0.5, eps, SIDE)
     p = stack((1, 256, 256), 1) / 32
     got = symmetric.add_product(jnp.asarray(p), half, columns=330, **options)
     want = x + p.astype(np.float64) @ x.astype(np.float64)
@@ -175,7 +178,9 @@ def test_product_in_clusters(addends, interpret):
     pairs = [(0.5 + i, jnp.asarray(c + c.swapaxes(1, 2))) for i in range(addends)]
     x16 = jnp.asarray(x)
     got = symmetric.product(x16, x16, *pairs, alpha=0.5, interpret=interpret)
-    reference.assert_symmetric_product(got, x, pairs, 0.5, jnp.finfo(jnp.float16).eps)
+    reference.assert_symmetric_product(
+        got, x, pairs, 0.5, jnp.finfo(jnp.float16).eps, 256
+    )
 
 
 @needs_kernel
@@ -215,7 +220,7 @@ def test_added_in_pieces(pieces, tiles, interpret):
 
 def test_pieces_without_tiles_are_refused():
     p, x = jnp.ones((1, 256, 256), jnp.float16), jnp.ones((1, 256, 128), jnp.float16)
-    with pytest.raises(ValueError, match="in 2 x 1 pieces"):
+    with pytest.raises(ValueError, match="in 2 x 1 shards"):
         symmetric.add_product(p, x, shards=(2, 1))
     with pytest.raises(ValueError, match="panels"):
         symmetric.add_product(p, x, columns=200)
