@@ -370,4 +370,5 @@ def test_no_damage_gives_a_wrong_number(finished: Path, tmp_path: Path) -> None:
         else:
             jax.tree.map(np.testing.assert_array_equal, found, expected)
         shutil.rmtree(folder)
-    assert refused > 20  # most damages are of what is not read, or of zeros
+    print(f"{refused} of 80 refused, {80 - refused} read right")
+    assert refused > 20  # other damages are of what is not read
