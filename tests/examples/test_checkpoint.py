@@ -71,7 +71,7 @@ def cut_back(finished: Path, target: Path, *removed: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", ""])
+@pytest.mark.parametrize("mesh", [pytest.param("fsdp=4", marks=pytest.mark.slow), ""])
 def test_another_mesh_goes_on_with_the_same_losses(
     mesh: str, finished: Path, argv: list[str], tmp_path: Path
 ) -> None:
