@@ -7,11 +7,10 @@ read; training then takes the one before it.
 
 import contextlib
 import logging
-import math
 import os
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,16 @@ from orbax.checkpoint import v1 as ocp
 
 from examples import optim
 from examples.config import Config
-from examples.files import WriteFailed
+from examples.files import Record, WriteFailed, read_metrics
 from examples.mesh import make_mesh
 from examples.models import make_model
 from examples.options import UserError, check
-from examples.runs import CHECKPOINT_FOLDER, stored_config, stored_settings
+from examples.runs import (
+    CHECKPOINT_FOLDER,
+    METRICS_FILE,
+    stored_config,
+    stored_settings,
+)
 from examples.step import TrainState, abstract_opt_state, abstract_params
 
 # What they log of a damaged checkpoint reaches us as an exception as well.
@@ -115,32 +119,28 @@ class Store:
     All processes of a run call the same methods in the same order.
     """
 
-    def __init__(self, folder: Path, keep: int, *, keep_best: bool = False):
+    def __init__(self, folder: Path, keep: int):
         self._folder = folder.resolve()
         self._pending: tuple[int, Any] | None = None
-        kinds = ocp.training.preservation_policies
-        policies: list[Any] = [kinds.LatestN(keep)]
-        if keep_best:
-            best = {"n": 1, "keep_checkpoints_without_metrics": False}
-            policies.append(kinds.BestN(get_metric_fn=lambda m: -m["val_loss"], **best))
-        kept: Any = kinds.AnyPreservationPolicy(policies)
+        self.kept_step: int | None = None  # stays, however many newer ones there are
+        kinds: Any = ocp.training.preservation_policies
+        policies = kinds.AnyPreservationPolicy([kinds.LatestN(keep), self])
         try:
             self._manager = ocp.training.Checkpointer(
                 str(self._folder),
-                preservation_policy=kept,
+                preservation_policy=policies,
                 cleanup_tmp_directories=True,
             )
         except OSError as error:
             raise WriteFailed(self._folder, error) from None
 
+    def should_preserve(self, checkpoints: Sequence[Any], **_: Any) -> list[bool]:
+        """What Orbax asks before it removes old checkpoints."""
+        return [checkpoint.step == self.kept_step for checkpoint in checkpoints]
+
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
         return [checkpoint.step for checkpoint in self._manager.checkpoints]
-
-    def best_loss(self) -> float:
-        """The lowest validation loss of the complete checkpoints."""
-        metrics: list[Any] = [c.metrics for c in self._manager.checkpoints]
-        return min((m["val_loss"] for m in metrics if m), default=math.inf)
 
     def _fail(self, step: int, error: Exception) -> CheckpointFailed:
         kept = [known for known in self.steps() if known != step]
@@ -150,11 +150,8 @@ class Store:
             f"{_reason(error)}; {after}; --resume goes on once that is put right"
         )
 
-    def save(self, state: TrainState, val_loss: float | None = None) -> None:
-        """Begin to write a checkpoint; the arrays may be donated when this returns.
-
-        `val_loss` is that of this very step, if it is known.
-        """
+    def save(self, state: TrainState) -> None:
+        """Begin to write a checkpoint; the arrays may be donated when this returns."""
         self.wait()
         step = int(state.step)
         if step in self.steps():
@@ -162,10 +159,9 @@ class Store:
         counters = {n: getattr(state, n).astype(jnp.uint32) for n in _COUNTERS}
         parts = {name: getattr(state, name) for name in _PARTS}
         counters |= {f"{name}_digest": digest(part) for name, part in parts.items()}
-        metrics: Any = None if val_loss is None else {"val_loss": val_loss}
         try:
             written = self._manager.save_checkpointables_async(
-                step, parts | {"counters": counters}, force=True, metrics=metrics
+                step, parts | {"counters": counters}, force=True
             )
         except Exception as error:  # Orbax raises many kinds
             raise self._fail(step, error) from None
@@ -231,6 +227,15 @@ class Store:
             self._manager.reload()
 
 
+def validation_losses(
+    records: Iterable[Record], optimizer: str, known: Collection[int]
+) -> dict[int, float]:
+    """Step to validation loss, of an optimizer's steps that are known."""
+    evals = (r for r in records if r["kind"] == "eval" and r["loss"] is not None)
+    mine = (r for r in evals if r["optimizer"] == optimizer and r["step"] in known)
+    return {record["step"]: record["loss"] for record in mine}
+
+
 def load_params(
     run_folder: str | Path,
     optimizer: str | None = None,
@@ -271,20 +276,20 @@ def load_params(
         opt_state = abstract_opt_state(transform, parts["params"], mesh)
         parts["opt_state"] = opt_state
     with ocp.training.Checkpointer(str(place)) as manager:
-        known: dict[int, Any] = {c.step: c.metrics for c in manager.checkpoints}
-        losses = {n: m["val_loss"] for n, m in known.items() if m}
+        known = [checkpoint.step for checkpoint in manager.checkpoints]
         if step == "best":
+            records = read_metrics(folder / METRICS_FILE)
+            losses = validation_losses(records, str(optimizer), known)
             check(bool(losses), f"{place}: no checkpoint with a validation loss")
             step = min(losses, key=lambda n: losses[n])
         chosen = max(known, default=None) if step is None else int(step)
         which = f"of step {step} " if step is not None else ""
-        said = f"no checkpoint {which}(there: {sorted(known) or 'none'})"
-        check(chosen in known, f"{place}: {said}")
-        others = sorted(known.keys() - {chosen}, reverse=True)
-        reason, remedy = (
-            "",
-            "no other can be read: put back a copy of one, or train again",
+        check(
+            chosen in known, f"{place}: no checkpoint {which}(there: {known or 'none'})"
         )
+        others = [number for number in reversed(known) if number != chosen]
+        reason = ""
+        remedy = "no other can be read: put back a copy of one, or train again"
         for number in (chosen, *others):
             try:
                 found = _read(manager, number or 0, parts)

@@ -91,13 +91,13 @@ class _Training:
         self._setup, self._plan, self._name = setup, plan, plan.name
         self._report, self._received = report, received
         save, place = setup.config.save, folder / CHECKPOINT_FOLDER / plan.name
-        self.store = checkpoint.Store(place, save.keep, keep_best=save.keep_best)
+        self.store = checkpoint.Store(place, save.keep)
         self._run, self._save_options = setup.config.run, setup.config.save
         self._tokens = self._run.batch_size * setup.config.model.seq_len
         self._flops = sizes(setup.config.model, setup.params).flops_per_token
         self._peak = peak_flops(setup.mesh.size)
         self._unread: deque[tuple[int, steps.Metrics]] = deque()
-        self._evaluated, self._val_loss, self._bits = -1, math.nan, math.nan
+        self._val_loss, self._bits, self._best_loss = math.nan, math.nan, math.inf
         self._first_bad = 0  # of the bad steps in a row that end with the newest
         self._due = False  # a checkpoint, when a step is good again
         self._begin = self._saved_at = time.perf_counter()
@@ -178,6 +178,10 @@ class _Training:
             return step < first or (step == first and record["kind"] != again)
 
         records = [r for r in self._report.rewind(keep) if r.get("optimizer") == name]
+        losses = checkpoint.validation_losses(records, name, self.store.steps())
+        if losses and self._save_options.keep_best:
+            best = min(losses, key=lambda step: losses[step])
+            self._best_loss, self.store.kept_step = losses[best], best
         # Seconds of training: validation and saving are left out.
         times = (r["seconds"] for r in records if r["kind"] == "train")
         self._trained = max(times, default=0.0)
@@ -263,7 +267,6 @@ class _Training:
         self._read(keep=0)
         with self._paused():
             self._val_loss, self._bits = self._setup.evaluate(self._state.params)
-            self._evaluated = number
             numbers = {
                 "tokens": number * self._tokens,
                 "seconds": self._trained,
@@ -278,7 +281,8 @@ class _Training:
                     f"step {number}; try a lower --learning-rate"
                 )
             self._look(number)
-        if self._save_options.keep_best and self._val_loss < self.store.best_loss():
+        if self._save_options.keep_best and self._val_loss < self._best_loss:
+            self._best_loss, self.store.kept_step = self._val_loss, number
             self._save(last=False)
 
     def _look(self, number: int) -> None:
@@ -326,9 +330,8 @@ class _Training:
         with self._paused():
             self._due = bool(self._first_bad) and not (last and self._sound())
             if not self._due:
-                known = self._evaluated == int(self._state.step)
                 self._report.sync()
-                self.store.save(self._state, self._val_loss if known else None)
+                self.store.save(self._state)
                 self._saved_at = time.perf_counter()
 
     def _asked(self, number: int) -> tuple[int, bool]:

@@ -71,7 +71,7 @@ def cut_back(finished: Path, target: Path, *removed: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", ""])
+@pytest.mark.parametrize("mesh", [pytest.param("fsdp=4", marks=pytest.mark.slow), ""])
 def test_another_mesh_goes_on_with_the_same_losses(
     mesh: str, finished: Path, argv: list[str], tmp_path: Path
 ) -> None:
@@ -370,4 +370,5 @@ def test_no_damage_gives_a_wrong_number(finished: Path, tmp_path: Path) -> None:
         else:
             jax.tree.map(np.testing.assert_array_equal, found, expected)
         shutil.rmtree(folder)
-    assert refused > 20  # most damages are of what is not read, or of zeros
+    print(f"{refused} of 80 refused, {80 - refused} read right")
+    assert refused > 20  # other damages are of what is not read

@@ -20,7 +20,9 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 SENTENCE = "the quick brown fox jumps over the lazy dog, so it does. "
 
 
-@pytest.fixture(scope="module", params=["bytes", "bpe"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("bytes", marks=pytest.mark.slow), "bpe"]
+)
 def run(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
