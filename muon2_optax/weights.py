@@ -15,6 +15,7 @@ from muon2_optax.execution import inner_products, on_sphere
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
+from muon2_optax.static_arguments import check_static
 
 Radius = float | str | Callable[[int, int], float] | None
 
@@ -163,6 +164,7 @@ def add_cautious_weight_decay(
 
     Raises:
       ValueError: on update, no ``params``.
+      TypeError: a mask that is one bool.
 
     References:
       Chen et al. 2025, "Cautious Weight Decay", arXiv:2510.12402.
@@ -173,6 +175,8 @@ def add_cautious_weight_decay(
     >>> tx.update(u, tx.init(p), p)[0].tolist()
     [2.0, 1.0, 0.0]
     """
+
+    check_static(mask=mask)
 
     def init_fn(params: optax.Params) -> Any:
         del params
