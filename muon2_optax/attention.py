@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, trees
+from muon2_optax import dtypes, sharding, trees
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.rules import MatrixRules
@@ -73,7 +73,7 @@ def qk_clip(
 
     Raises:
       ValueError: a path without one query and one key kernel or one fused kernel, or
-        kernels whose outputs are not divided by the heads.
+        kernels whose outputs are not divided by the heads; tau is not positive.
 
     References:
       Kimi Team 2025, "Kimi K2", arXiv:2507.20534, Algorithm 1.
@@ -85,11 +85,13 @@ def qk_clip(
     >>> new["attn"]["k"][0, :, 0].tolist()
     [1.0, 0.5]
     """
+    if not isinstance(tau, jax.core.Tracer) and not tau > 0:
+        raise ValueError(f"tau must be positive, got {tau}")
     rules = rules_or_default(rules)
     named = [(n, x) for n, x in trees.named_leaves(params) if not trees.is_empty(x)]
     factors: dict[str, jax.Array] = {}
     for layer, logits in max_logits.items():
-        shrink = _shrink(jnp.asarray(logits), tau)
+        shrink = _shrink(layer, logits, tau)
         kernels = {
             part: _kernels(layer, pattern, named, rules)
             for part, pattern in (("q", query), ("k", key), ("qkv", fused))
@@ -122,8 +124,16 @@ def qk_clip(
     return trees.map_leaves(leaf, params)[0]
 
 
-def _shrink(logits: jax.Array, tau: Any) -> jax.Array:
+def _shrink(layer: str, logits: Any, tau: Any) -> jax.Array:
     """What heads' queries and keys are multiplied by; 1 where logits are not finite."""
+    logits = jnp.asarray(logits)
+    if 0 in logits.shape or not logits.ndim:
+        raise ValueError(
+            f"the logits of {layer!r} have shape {logits.shape}, not (*batch, heads)"
+        )
+    logits = logits.astype(dtypes.compute_dtype(logits.dtype))
+    # Divided over the devices, heads could not be grouped.
+    logits = sharding.replicated(logits)
     above = (logits > tau) & jnp.isfinite(logits)
     return jnp.where(above, jnp.sqrt(tau / jnp.where(above, logits, 1)), 1)
 
@@ -185,8 +195,8 @@ def _of_fused(name: str, axes: ResolvedAxes, shrink: jax.Array) -> jax.Array:
         jnp.ones((*shrink.shape[:-1], sizes[2]), shrink.dtype),
     ]
     if len(axes.splits) == 3:
-        return _shaped(jnp.concatenate(parts, axis=-1), (*batch, out), axes)
-    return _shaped(jnp.stack(parts, axis=-2), (*batch, out), axes)
+        return _shaped(name, jnp.concatenate(parts, axis=-1), (*batch, out), axes)
+    return _shaped(name, jnp.stack(parts, axis=-2), (*batch, out), axes)
 
 
 def _grouped(name: str, shrink: jax.Array, groups: int) -> jax.Array:
@@ -198,7 +208,8 @@ def _grouped(name: str, shrink: jax.Array, groups: int) -> jax.Array:
 def _heads_are_batch(name: str, axes: ResolvedAxes, shrink: jax.Array) -> bool:
     """Whether heads are matrices of their own rather than among the outputs."""
     extra = len(axes.batch) - (shrink.ndim - 1)
-    if extra not in (0, 1):
+    # Outputs of several axes, (heads, size), hold the heads: a batch axis is no head.
+    if extra not in (0, 1) or (extra and len(axes.outs) > 1):
         raise ValueError(
             f"{name!r} of shape {axes.shape} has {len(axes.batch)} batch axes, but the"
             f" logits have shape {shrink.shape}, (*batch, heads)"
@@ -209,15 +220,17 @@ def _heads_are_batch(name: str, axes: ResolvedAxes, shrink: jax.Array) -> bool:
 def _to_kernel(name: str, axes: ResolvedAxes, factors: jax.Array) -> jax.Array:
     """One factor per head, shaped to multiply the kernel."""
     if _heads_are_batch(name, axes, factors):
-        return _shaped(factors, axes.batch, axes)
+        return _shaped(name, factors, axes.batch, axes)
     heads, out = factors.shape[-1], axes.outs[0]
     if len(axes.outs) == 1:
         size = _divided(name, axes.shape[out], heads)
         factors = jnp.repeat(factors, size, axis=-1)
-    return _shaped(factors, (*axes.batch, out), axes)
+    return _shaped(name, factors, (*axes.batch, out), axes)
 
 
-def _shaped(values: jax.Array, dims: tuple[int, ...], axes: ResolvedAxes) -> jax.Array:
+def _shaped(
+    name: str, values: jax.Array, dims: tuple[int, ...], axes: ResolvedAxes
+) -> jax.Array:
     """Values whose axes are these of the leaf, in the leaf's order and rank.
 
     Raises:
@@ -226,7 +239,7 @@ def _shaped(values: jax.Array, dims: tuple[int, ...], axes: ResolvedAxes) -> jax
     sizes = tuple(axes.shape[a] for a in dims)
     if values.shape != sizes:
         raise ValueError(
-            f"the logits give {values.shape} factors, but the kernel of shape"
+            f"the logits give {values.shape} factors, but {name!r} of shape"
             f" {axes.shape} has {sizes}"
         )
     order = sorted(range(len(dims)), key=dims.__getitem__)

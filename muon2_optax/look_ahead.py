@@ -42,6 +42,10 @@ def ema_nesterov(
     takes gradients; ``ema_nesterov_eval_params`` gives x for evaluation, and as the
     result. With beta = 0 throughout this is ``tx``.
 
+    Every update counts as a step, with zero gradient too. So ``optax.MultiSteps`` and
+    ``optax.apply_if_finite`` go around it: inside, x would move on by beta m in the
+    steps that they leave out.
+
     Args:
       tx: a complete optimizer, learning rate and decay included.
       beta: how far ahead, in mean steps, or a schedule of it, such as
@@ -100,7 +104,8 @@ def ema_nesterov_eval_params(state: Any, params: optax.Params) -> optax.Params:
     Args:
       state: the ``EmaNesterovState`` that came with the parameters, or the state of an
         optimizer that holds one, such as ``optax.chain`` makes.
-      params: the parameters after that update was applied.
+      params: the parameters after that update was applied. Those that a mask or
+        partition kept from ``ema_nesterov`` come back as they are.
 
     Raises:
       ValueError: the state holds no ``EmaNesterovState``, or more than one.
@@ -114,16 +119,28 @@ def ema_nesterov_eval_params(state: Any, params: optax.Params) -> optax.Params:
             " pass the state of one"
         )
     beta, steps = found[0].beta, found[0].step
+    empty = trees.is_empty
+    masked = any(map(_is_masked, jax.tree.leaves(steps, is_leaf=empty)))
+    known = params
+    if masked:
+        known = jax.tree.map(
+            lambda m, p: m if empty(m) else p, steps, params, is_leaf=empty
+        )
 
     def leaf(name: str, p: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
         behind = p.astype(m.dtype) - beta.astype(m.real.dtype) * m
         return behind.astype(p.dtype), m
 
-    return trees.map_leaves(leaf, params, steps)[0]
+    iterates = trees.map_leaves(leaf, known, steps)[0]
+    if masked:
+        return jax.tree.map(
+            lambda x, p: p if empty(x) else x, iterates, params, is_leaf=empty
+        )
+    return iterates
 
 
 def ema_nesterov_schedule(
-    learning_rate: optax.Schedule,
+    learning_rate: optax.ScalarOrSchedule,
     steps: int,
     peak: float = 0.5,
     *,
@@ -136,7 +153,7 @@ def ema_nesterov_schedule(
     fractions of the run, and 0 before and after.
 
     Args:
-      learning_rate: the optimizer's schedule.
+      learning_rate: the optimizer's, a number or a schedule.
       steps: length of the run, at least 1.
       peak: beta at the largest learning rate; published: 0.3 to 0.6.
       start, stop: published: the first 15 % and the last 25 % are 0.
@@ -146,17 +163,22 @@ def ema_nesterov_schedule(
     """
     if not 0 <= start <= stop <= 1:
         raise ValueError(f"start and stop are fractions in order, got {start}, {stop}")
+    rate = learning_rate if callable(learning_rate) else lambda count: learning_rate
     with jax.ensure_compile_time_eval():
-        rates = np.asarray(jax.vmap(learning_rate)(jnp.arange(steps)))
+        rates = np.asarray(jax.vmap(rate)(jnp.arange(steps)))
     if not rates.size or not rates.max() > 0:
         raise ValueError(f"the learning rate is never positive in {steps} steps")
     top, low, high = float(rates.max()), start * steps, stop * steps
 
     def beta(count: Any) -> jax.Array:
         inside = (count >= low) & (count < high)
-        return jnp.where(inside, peak / top * learning_rate(count), 0.0)
+        return jnp.where(inside, peak / top * rate(count), 0.0)
 
     return beta
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def _step_dtype(p: Any) -> Any:

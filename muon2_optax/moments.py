@@ -189,8 +189,8 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
         if given and not needed:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(
-                f"mu_dtype={dtype.name} is complex, but {name!r} is real; give a real"
-                " mu_dtype, which complex parameters do not follow"
+                f"mu_dtype={dtype.name} is complex, but {trees.shown(name)} is real;"
+                " give a real mu_dtype, which complex parameters do not follow"
             )
         if not jnp.issubdtype(
             jnp.result_type(p), jnp.inexact

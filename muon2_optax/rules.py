@@ -265,9 +265,9 @@ class MatrixRules:
             return self._fitted(path, shape, IN_OUT, RANK_2, RANK_2)
         if self.strict:
             raise ValueError(
-                f"{path!r} of shape {tuple(shape)} has no matrix rule; add one to"
-                " MatrixRules, for example (pattern, MatrixAxes(-2, -1)) for a stack of"
-                " matrices, or (pattern, None) for AdamW"
+                f"{trees.shown(path)} of shape {tuple(shape)} has no matrix rule;"
+                " add one to MatrixRules, for example (pattern, MatrixAxes(-2, -1)) for"
+                " a stack of matrices, or (pattern, None) for AdamW"
             )
         return Verdict(path, shape, None, UNCOVERED)
 
@@ -282,7 +282,8 @@ class MatrixRules:
         try:
             resolved = None if axes is None else axes.resolve(shape)
         except ValueError as err:
-            raise ValueError(f"{path!r} of shape {shape}, {source}: {err}") from err
+            name = trees.shown(path)
+            raise ValueError(f"{name} of shape {shape}, {source}: {err}") from err
         return Verdict(path, shape, resolved, reason)
 
     @functools.cached_property

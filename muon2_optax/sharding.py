@@ -84,7 +84,7 @@ class Shardings:
             return self._spec_of_path[name]
         known = ", ".join(repr(n) for n, _ in self.specs[:3])
         raise ValueError(
-            f"the Shardings do not know {name!r}, only {known}"
+            f"the Shardings do not know {trees.shown(name)}, only {known}"
             f"{', ...' if len(self.specs) > 3 else ''}; read them from the parameters "
             "that the optimizer gets, in the same containers"
         )
@@ -206,8 +206,8 @@ def locate(name: str, x: Any, shardings: Shardings | None = None) -> Location:
     parts = [math.prod(mesh.shape[a] for a in axes) for axes in named]
     if len(entries) != x.ndim or any(n % p for n, p in zip(x.shape, parts)):
         raise ValueError(
-            f"{name!r} of shape {tuple(x.shape)} cannot be divided as {spec}; the "
-            "Shardings were read from other parameters"
+            f"{trees.shown(name)} of shape {tuple(x.shape)} cannot be divided as "
+            f"{spec}; the Shardings were read from other parameters"
         )
     dims = tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in named)
     return Location(Where.MESH, mesh, spec, dims)
@@ -218,6 +218,14 @@ def typed_mesh(x: Any) -> Any:
     sharding = jax.typeof(x).sharding
     named = isinstance(sharding, NamedSharding) and not sharding.mesh.empty
     return sharding.mesh if named else None
+
+
+def replicated(x: jax.Array) -> jax.Array:
+    """x on every device, where the mesh has Explicit axes."""
+    mesh = typed_mesh(x)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def zeros_like(p: Any, dtype: Any) -> jax.Array:

@@ -18,9 +18,19 @@ _NEVER_ARRAYS = ("dtype", "mask")
 def check_static(**arguments: Any) -> None:
     """Refuses arguments that are traced, all of them in one sentence.
 
+    A mask that is one bool is what a function of the parameters gives for a step: taken
+    as it is, it would put weight decay on all parameters, or on none.
+
     Raises:
       TypeError: it says which ``static_args`` Optax has to be given.
     """
+    for name, x in arguments.items():
+        if name.endswith("mask") and isinstance(x, bool):
+            raise TypeError(
+                f"{name} is {x}, not a tree of bools or a function; under"
+                f" optax.inject_hyperparams, which calls functions with the step, pass"
+                f" static_args=({name!r},)"
+            )
     arrays = {n: x for n, x in arguments.items() if isinstance(x, jax.Array)}
     if any(
         isinstance(x, jax.core.Tracer) or n.endswith(_NEVER_ARRAYS)

@@ -27,6 +27,11 @@ def is_empty(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
+def shown(name: str) -> str:
+    """The path of a leaf in an error; that of a tree which is one array is empty."""
+    return repr(name) if name else "the array itself"
+
+
 def named_leaves(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
@@ -182,4 +187,4 @@ def _shown(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str:
     joined = "/".join(path)
     # Keys that contain a slash may print like the keys of a deeper tree.
     alike = other is not None and joined == "/".join(other)
-    return " under ".join(map(repr, reversed(path))) if alike else repr(joined)
+    return " under ".join(map(repr, reversed(path))) if alike else shown(joined)

@@ -15,6 +15,7 @@ from muon2_optax.execution import inner_products, on_sphere
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
+from muon2_optax.static_arguments import check_static
 
 Radius = float | str | Callable[[int, int], float] | None
 
@@ -54,7 +55,7 @@ def hyperball(
     parameters would add up there. A norm is one of a single matrix, never of a stack of
     layers or experts, nor of a whole fused projection. A zero update, or an R of 0,
     leaves the matrix as it is. Squares of entries outside of 1e-19 to 1e19 leave the
-    range of float32.
+    range of float32: smaller updates count as zero, larger ones give NaN.
 
     Args:
       learning_rate: length of the step relative to R, or a schedule of it; of the order
@@ -74,10 +75,11 @@ def hyperball(
       The transform, with state ``HyperballState``. Updates keep their dtype.
 
     Raises:
-      ValueError: in ``init``, a matrix that is zero and has no ``radius``; under
-        ``jax.jit`` and ``jax.eval_shape`` values are not known, and such a matrix gets
-        the radius 0 and stays zero. On update, no ``params``; a leaf that is not a
-        matrix under ``rules``.
+      ValueError: a ``radius`` that is not positive. In ``init``, a matrix that is zero
+        and has no ``radius``; under ``jax.jit`` and ``jax.eval_shape`` values are not
+        known, and such a matrix gets the radius 0 and stays zero. On update, no
+        ``params``, or those of other updates; a leaf that is not a matrix under
+        ``rules``.
 
     References:
       Wen et al. 2025, "Fantastic Pretraining Optimizers 2.1: Hyperball Optimization".
@@ -99,7 +101,7 @@ def hyperball(
             axes = require_matrix(rules, name, p)
             norms = _norms(p, axes)
             if radius is None and _any_zero(p, norms):
-                zeros.append(name)
+                zeros.append(name or trees.shown(name))
             return _radii(radius, norms, axes)
 
         state = HyperballState(
@@ -107,9 +109,9 @@ def hyperball(
         )
         if zeros:
             raise ValueError(
-                f"these leaves hold matrices that are zero: {', '.join(zeros)}. They"
-                " have no norm to be held at: pass radius='init', which gives them"
-                " sqrt(fan_out), or a number or function of (fan_in, fan_out); or"
+                f"these leaves hold matrices whose norm is zero: {', '.join(zeros)}."
+                " There is nothing to hold them at: pass radius='init', which gives"
+                " them sqrt(fan_out), or a number or function of (fan_in, fan_out); or"
                 " initialize them otherwise"
             )
         return state
@@ -124,11 +126,7 @@ def hyperball(
         names, axes, us, (radii,), rebuild = flatten_matrices(
             rules, updates, state.radius
         )
-        ws = [w for _, w in trees.named_leaves(params) if not trees.is_empty(w)]
-        if len(ws) != len(us):
-            raise ValueError(
-                f"the updates have {len(us)} leaves, but the parameters {len(ws)}"
-            )
+        ws = on_sphere.parameters_of(names, us, params)
         leaves = list(map(on_sphere.Leaf, names, axes, ws, us, radii))
         moved = [
             on_sphere.move(x.w, x.u, a, b, state.count, axes=x.axes)
@@ -166,6 +164,7 @@ def add_cautious_weight_decay(
 
     Raises:
       ValueError: on update, no ``params``.
+      TypeError: a mask that is one bool.
 
     References:
       Chen et al. 2025, "Cautious Weight Decay", arXiv:2510.12402.
@@ -176,6 +175,8 @@ def add_cautious_weight_decay(
     >>> tx.update(u, tx.init(p), p)[0].tolist()
     [2.0, 1.0, 0.0]
     """
+
+    check_static(mask=mask)
 
     def init_fn(params: optax.Params) -> Any:
         del params
@@ -232,8 +233,16 @@ def _any_zero(p: Any, norms: jax.Array) -> bool:
 def _check_radius(radius: Radius) -> None:
     if isinstance(radius, str) and radius != "init":
         raise ValueError(f"radius is a number, a function or 'init', got {radius!r}")
-    if isinstance(radius, (int, float)) and not 0 < radius < math.inf:
-        raise ValueError(f"radius must be positive, got {radius}")
+    if not (radius is None or isinstance(radius, str) or callable(radius)):
+        _check_positive("radius", radius)
+
+
+def _check_positive(source: str, radius: Any) -> None:
+    """Refuses what is known not to be a positive number, of NumPy and JAX as well."""
+    if np.ndim(radius) != 0:
+        raise ValueError(f"{source} must be one number, got shape {np.shape(radius)}")
+    if not isinstance(radius, jax.core.Tracer) and not 0 < float(radius) < math.inf:
+        raise ValueError(f"{source} must be positive, got {radius}")
 
 
 def _radii(radius: Radius, norms: jax.Array, axes: ResolvedAxes) -> jax.Array:
@@ -245,6 +254,8 @@ def _radii(radius: Radius, norms: jax.Array, axes: ResolvedAxes) -> jax.Array:
         return jnp.where(norms == 0, _per_block(roots, norms), norms)
     of_shape = radius if callable(radius) else lambda fan_in, fan_out: radius
     given = [of_shape(axes.fan_in, n) for n in axes.splits]
+    for n, value in zip(axes.splits, given):
+        _check_positive(f"radius({axes.fan_in}, {n})", value)
     return sharding.zeros_like(norms, None) + _per_block(given, norms)
 
 

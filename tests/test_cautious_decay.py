@@ -77,3 +77,27 @@ def test_option_of_every_optimizer(name):
         np.testing.assert_allclose(-got[key], want, atol=1e-6)
         if rate:
             assert 0 < np.mean(np.asarray(got[key] != plain[key])) < 1
+
+
+def test_mask_that_was_called_with_the_step():
+    """As a bool it would decay everything or nothing."""
+    params = {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+
+    def mask(tree):
+        return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+    for factory, name in (
+        (m2.muon2, "weight_decay_mask"),
+        (m2.muon_h, "weight_decay_mask"),
+        (m2.add_cautious_weight_decay, "mask"),
+    ):
+        first = {"weight_decay" if name == "mask" else "learning_rate": 0.5, name: mask}
+        with pytest.raises(TypeError, match=rf"is False, .*static_args=\('{name}',\)"):
+            optax.inject_hyperparams(factory)(**first).init(params)
+    static = optax.inject_hyperparams(
+        m2.add_cautious_weight_decay, static_args=("mask",)
+    )
+    tx = static(weight_decay=0.5, mask=mask)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["kernel"].tolist() == [[1.5] * 6] * 4
+    assert updates["bias"].tolist() == [1.0] * 6

@@ -219,6 +219,53 @@ def test_radius_that_is_none(radius):
         m2.hyperball(0.1, radius)
 
 
+@pytest.mark.parametrize(
+    "radius, message",
+    [
+        (np.float32(-2.0), "must be positive, got -2"),
+        (jnp.float32(jnp.nan), "must be positive, got nan"),
+        (np.ones(2), r"one number, got shape \(2,\)"),
+        (lambda fan_in, fan_out: fan_out - 7.0, r"radius\(5, 7\) must be positive"),
+    ],
+)
+def test_radius_that_is_no_positive_number(radius, message):
+    with pytest.raises(ValueError, match=message):
+        m2.hyperball(0.1, radius).init({"w": jnp.ones((5, 7))})
+
+
+def test_parameters_of_other_updates():
+    u = {"down": jnp.ones((3, 5)), "up": jnp.ones((3, 5))}
+    tx = m2.hyperball(0.1)
+    state = tx.init(u)
+    renamed = {"down": u["down"], "wide": u["up"]}
+    with pytest.raises(ValueError, match="update of 'up' .* is 'wide' of shape"):
+        tx.update(u, state, renamed)
+    narrow = u | {"up": jnp.ones((3, 1))}  # it would broadcast
+    for some, params in ((narrow, u), (u, narrow)):
+        with pytest.raises(ValueError, match=r"update of 'up' .*\(3, [15]\)"):
+            tx.update(some, state, params)
+    with pytest.raises(ValueError, match="2 leaves, but the parameters 1"):
+        tx.update(u, state, {"down": u["down"]})
+
+
+def test_updates_too_large_to_square_do_not_shrink_the_weights_unnoticed():
+    w = {"w": normal((2, 6, 10), 0)}
+    tx = m2.hyperball(0.1, rules=m2.MatrixRules((("w", m2.MatrixAxes(-2, -1)),)))
+    u = {"w": normal((2, 6, 10), 1).at[1].multiply(1e25)}
+    updates, _ = tx.update(u, tx.init(w), w)
+    assert np.isfinite(updates["w"][0]).all() and np.isnan(updates["w"][1]).all()
+
+
+def test_a_tree_that_is_one_array_has_a_name_in_errors():
+    for w in (jnp.ones(6), jnp.ones((6, 2), int), jnp.zeros((6, 2))):
+        with pytest.raises((TypeError, ValueError), match="the array itself"):
+            m2.hyperball(0.1).init(w)
+    with pytest.raises(ValueError, match="the array itself of shape .2, 3, 4. has no"):
+        m2.muon(0.1, rules=m2.MatrixRules(strict=True)).init(jnp.ones((2, 3, 4)))
+    with pytest.raises(ValueError, match="differ are the array itself of the updates"):
+        m2.scale_by_momentum().update(w, m2.scale_by_momentum().init({"a": w}))
+
+
 def test_injected_rate_and_radius():
     params, u = {"w": normal((6, 10), 0)}, {"w": normal((6, 10), 1)}
     tx = optax.inject_hyperparams(m2.hyperball)(learning_rate=0.1, radius=2.0)

@@ -80,6 +80,32 @@ def test_state_of_another_optimizer():
         m2.ema_nesterov_eval_params(optax.sgd(0.1).init(params), params)
 
 
+@pytest.mark.parametrize("wrap", ["masked", "partition"])
+def test_what_a_mask_kept_away_is_evaluated_as_it_is(wrap):
+    params = {"head": jnp.ones(3), "body": {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}}
+    inner = m2.ema_nesterov(optax.sgd(0.25), 0.5, 0.5)
+    if wrap == "masked":
+        tx = optax.masked(inner, {"head": False, "body": True})
+    else:
+        labels = {"head": "other", "body": "ahead"}
+        tx = optax.partition({"ahead": inner, "other": optax.sgd(0.25)}, labels)
+    state = tx.init(params)
+    updates, state = tx.update(params, state, params)
+    params = optax.apply_updates(params, updates)
+    got = m2.ema_nesterov_eval_params(state, params)
+    assert_equal(got["head"], params["head"])
+    for x in jax.tree.leaves(got["body"]):
+        np.testing.assert_array_equal(x, 0.75)
+    for p in jax.tree.leaves(params["body"]):
+        np.testing.assert_array_equal(p, 0.6875)  # 0.5 of a mean step of 0.125 ahead
+
+
+def test_schedule_of_a_constant_rate():
+    beta = m2.ema_nesterov_schedule(0.03, 20, peak=0.4)
+    values = [float(beta(t)) for t in (2, 3, 14, 15)]
+    np.testing.assert_allclose(values, [0, 0.4, 0.4, 0], rtol=1e-6)
+
+
 def test_published_schedule():
     rate = optax.warmup_cosine_decay_schedule(0.0, 0.04, 20, 100)
     beta = m2.ema_nesterov_schedule(rate, 100, peak=0.6)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import muon2_optax as m2
 
@@ -158,6 +160,8 @@ def test_logits_that_are_no_numbers_change_nothing():
         ("attention", HEADS, "'attention' must hold .* found none"),
         ("attn", 5, "'attn/k'|'attn/q'|5"),
         ("attn", (2, HEADS), "batch axes"),
+        ("attn", (), r"'attn' have shape \(\)"),
+        ("attn", (0,), r"'attn' have shape \(0,\)"),
     ],
 )
 def test_errors(layer, heads, message):
@@ -166,3 +170,44 @@ def test_errors(layer, heads, message):
     rules = m2.MatrixRules((("attn", A(0, (1, 2))),))
     with pytest.raises(ValueError, match=message):
         m2.qk_clip(params, {layer: jnp.ones(heads)}, TAU, rules)
+
+
+@pytest.mark.parametrize("tau", [0.0, -25.0, np.float32(np.nan)])
+def test_tau_that_is_not_positive(tau):
+    params = {"q": jnp.ones((D, HEADS, SIZE)), "k": jnp.ones((D, HEADS, SIZE))}
+    rules = m2.MatrixRules((("^[qk]$", A(0, (1, 2))),))
+    with pytest.raises(ValueError, match="tau must be positive"):
+        m2.qk_clip(params, {"": jnp.ones(HEADS)}, tau, rules)
+
+
+def test_layers_are_not_taken_for_heads():
+    """As many layers as heads, and logits without the layers."""
+    shape = (HEADS, D, HEADS, SIZE)
+    params = {"q": jnp.ones(shape), "k": jnp.ones(shape)}
+    rules = m2.MatrixRules((("^[qk]$", A(-3, (-2, -1))),))
+    with pytest.raises(ValueError, match="'q' of shape .* 1 batch axes"):
+        m2.qk_clip(params, {"": jnp.full(HEADS, 2 * TAU)}, TAU, rules)
+    with pytest.raises(ValueError, match=r"\(4, 6\) factors, but 'q' of shape"):
+        m2.qk_clip(params, {"": jnp.full((4, HEADS), 2 * TAU)}, TAU, rules)
+
+
+def test_sixteen_bit_logits_give_factors_in_float32():
+    params = {"q": jnp.ones((D, 2, SIZE)), "k": jnp.ones((D, 2, SIZE))}
+    rules = m2.MatrixRules((("^[qk]$", A(0, (1, 2))),))
+    got = m2.qk_clip(params, {"": jnp.array([75, 1], jnp.bfloat16)}, TAU, rules)
+    np.testing.assert_allclose(got["q"][0, :, 0], [3**-0.5, 1], rtol=1e-6)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_logits_divided_over_explicit_axes():
+    params = {"q": jnp.ones((D, 8 * SIZE)), "k": jnp.ones((D, 4 * SIZE))}
+    largest = jnp.linspace(5.0, 100.0, 8)
+    rules = m2.MatrixRules((("^[qk]$", A(0, 1)),))
+    want = m2.qk_clip(params, {"": largest}, TAU, rules)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
+        largest = jax.device_put(largest, NamedSharding(mesh, P("model")))
+        got = jax.jit(lambda p, s: m2.qk_clip(p, {"": s}, TAU, rules))(params, largest)
+    assert got["k"].sharding.spec == P(None, "model")
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -8,10 +8,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from muon2_optax import dtypes, iteration
 from muon2_optax.schedules.coefficients import Frobenius
+from muon2_optax.sharding import replicated
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -113,11 +113,3 @@ def _positive(x: jax.Array) -> jax.Array:
 def wide(x: jax.Array) -> jax.Array:
     """x in float32 or better."""
     return x.astype(dtypes.compute_dtype(x.dtype))
-
-
-def replicated(x: jax.Array) -> jax.Array:
-    """x on every device, where the mesh has Explicit axes: an SVD takes no shards."""
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes, roots
+from muon2_optax import dtypes, roots, trees
 from muon2_optax.arrays import limits, tracing
 from muon2_optax.arrays.grouping import grouped
 from muon2_optax.axes import ResolvedAxes
@@ -23,6 +23,29 @@ class Leaf(NamedTuple):
     w: jax.Array
     u: jax.Array
     radius: jax.Array
+
+
+def parameters_of(
+    names: Sequence[str], updates: Sequence[jax.Array], params: Any
+) -> list[jax.Array]:
+    """The parameters that the updates belong to, in their order.
+
+    Raises:
+      ValueError: they have other paths or other shapes.
+    """
+    named = [(n, w) for n, w in trees.named_leaves(params) if not trees.is_empty(w)]
+    if len(named) != len(names):
+        raise ValueError(
+            f"the updates have {len(names)} leaves, but the parameters {len(named)}"
+        )
+    for name, u, (other, w) in zip(names, updates, named):
+        if name != other or jnp.shape(u) != jnp.shape(w):
+            raise ValueError(
+                f"the update of {trees.shown(name)} has shape {jnp.shape(u)}, but the"
+                f" parameter in its place is {trees.shown(other)} of shape"
+                f" {jnp.shape(w)}: give update() the parameters of its updates"
+            )
+    return [w for _, w in named]
 
 
 def factors(
@@ -100,7 +123,9 @@ def step_factors(
     """
     dtype, held = radius.dtype, radius > 0
     r = jnp.where(held, radius, 1)
-    norm_u = roots.sqrt(known.yy)
+    # Where the squares leave the range, u over its norm would be zero, and W would
+    # shrink unnoticed.
+    norm_u = roots.sqrt(jnp.where(jnp.isinf(known.yy), jnp.nan, known.yy))
     moves = norm_u != 0  # NaN moves
     rate = jnp.asarray(rate, dtype)
     per_u = 1 / jnp.where(moves, norm_u, 1)

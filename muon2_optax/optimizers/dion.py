@@ -85,8 +85,8 @@ def scale_by_low_rank_orthonormal(
         axes = require_matrix(rules, name, leaf)
         if len(axes.splits) > 1:
             raise ValueError(
-                f"{name!r}: low-rank updates take whole matrices; remove out_splits"
-                " from its rule, or store the parts as leaves of their own"
+                f"{trees.shown(name)}: low-rank updates take whole matrices; remove"
+                " out_splits from its rule, or store the parts as leaves of their own"
             )
         return axes
 
