@@ -161,7 +161,9 @@ def test_before_is_applied_first():
 
 WRAPPERS = {
     "multi_steps": lambda: optax.MultiSteps(_small(), 1),
-    "inject": lambda: optax.inject_hyperparams(m2.muon2)(1.0, **SMALL_PLAIN),
+    "inject": lambda: optax.inject_hyperparams(
+        m2.muon2, static_args=("ns_steps", "ns_coeffs")
+    )(1.0, **SMALL_PLAIN),
     "if_finite": lambda: optax.apply_if_finite(_small(), 3),
     "chain": lambda: optax.chain(optax.clip(1e9), _small(), optax.trace(0.9)),
     # No optimizer of the library, but its states. Here the bias has a momentum too, and
