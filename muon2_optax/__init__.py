@@ -3,6 +3,7 @@
 from muon2_optax import diagnostics as diagnostics
 from muon2_optax import ready_rules as ready_rules
 from muon2_optax.attention import qk_clip as qk_clip
+from muon2_optax.axes import MatchRMS as MatchRMS
 from muon2_optax.axes import MatrixAxes as MatrixAxes
 from muon2_optax.look_ahead import ema_nesterov as ema_nesterov
 from muon2_optax.look_ahead import ema_nesterov_eval_params as ema_nesterov_eval_params
@@ -38,6 +39,7 @@ from muon2_optax.orthogonalize import (
 )
 from muon2_optax.rules import MatrixRules as MatrixRules
 from muon2_optax.scaling import keep_norm as keep_norm
+from muon2_optax.scaling import scale_by_dual_norm as scale_by_dual_norm
 from muon2_optax.scaling import (
     scale_by_neuron_second_moment as scale_by_neuron_second_moment,
 )
@@ -49,7 +51,9 @@ from muon2_optax.scaling import scale_to_rms as scale_to_rms
 from muon2_optax.schedules.coefficients import AOL as AOL
 from muon2_optax.schedules.coefficients import SCHEDULES as SCHEDULES
 from muon2_optax.schedules.coefficients import Frobenius as Frobenius
+from muon2_optax.schedules.coefficients import Schatten as Schatten
 from muon2_optax.schedules.coefficients import Schedule as Schedule
+from muon2_optax.schedules.coefficients import Spectral as Spectral
 from muon2_optax.schedules.fitting import fit_coefficients as fit_coefficients
 from muon2_optax.schedules.fitting import (
     polar_express_coefficients as polar_express_coefficients,

@@ -12,13 +12,18 @@ import jax.numpy as jnp
 import optax
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
-from muon2_optax.axes import SHAPE_SCALES, ResolvedAxes, shape_factors
+from muon2_optax.axes import (
+    ResolvedAxes,
+    ShapeScale,
+    check_shape_scale,
+    shape_factors,
+)
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 
 def scale_by_shape(
-    kind: str = "spectral", *, rules: MatrixRules | None = None
+    kind: ShapeScale = "spectral", *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformation:
     """Multiplies each matrix by a factor of its fan-in and fan-out.
 
@@ -30,7 +35,13 @@ def scale_by_shape(
         - ``"keller"``: sqrt(max(1, fan_out / fan_in)), Keller Jordan's Muon,
         - ``"match_rms"``: 0.2 sqrt(max(fan_in, fan_out)), the RMS of an AdamW update
           (Liu et al. 2025, "Muon is scalable for LLM training"),
-        - ``"none"``: 1.
+        - ``MatchRMS(rms)``: the same with another number in place of 0.2,
+        - ``"none"``: 1,
+        - a function of (fan_in, fan_out). (``optax.inject_hyperparams`` calls functions
+          as schedules: name the argument in its ``static_args``.)
+
+        ``"spectral"`` is a factor by shape, no normalization: where other libraries
+        divide by a matrix's spectral norm, that is ``Schedule.normalization``.
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
     Returns:
@@ -40,8 +51,7 @@ def scale_by_shape(
       ValueError: an unknown kind; on update, a leaf that is not a matrix.
     """
     rules = rules_or_default(rules)
-    if not isinstance(kind, str) or kind not in SHAPE_SCALES:
-        raise ValueError(f"unknown shape scale {kind!r}; known: {sorted(SHAPE_SCALES)}")
+    check_shape_scale(kind)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
@@ -182,6 +192,47 @@ def keep_norm(
             axes = require_matrix(rules, name, new)
             factor = _norm(old, axes) / _positive(_norm(new, axes) + eps)
             return (factor * _wide(new)).astype(new.dtype), old
+
+        return trees.map_leaves(leaf, changed, updates)[0], state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def scale_by_dual_norm(
+    inner: optax.GradientTransformation, *, rules: MatrixRules | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Runs ``inner``, then multiplies each matrix by its product with what it was.
+
+    With M before and O after ``inner``, which orthogonalizes, the update is
+    ``Re(sum(conj(M) * O)) O``. The sum is about the nuclear norm of M, the dual of the
+    spectral norm: the step of steepest descent, whose size follows the gradients'.
+    It has their scale, so rates of plain Muon do not carry over. (``adaptive=True`` of
+    ``optax.contrib.muon``, which takes one sum over a stack of matrices.)
+
+    Args:
+      inner: the transform to wrap; its state is the state.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      The transform. Updates keep their dtype.
+
+    Raises:
+      ValueError: on update, a leaf that is not a matrix under ``rules``.
+
+    References:
+      Bernstein and Newhouse 2024, "Old Optimizer, New Norm", arXiv:2409.20325.
+    """
+    rules = rules_or_default(rules)
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        changed, state = inner.update(updates, state, params, **extra)
+
+        def leaf(name: str, new: jax.Array, old: jax.Array) -> tuple[jax.Array, ...]:
+            axes = require_matrix(rules, name, new)
+            products = (_wide(old).conj() * _wide(new)).real
+            sums = axes.by_block(axes.sums(products, axes.ins + axes.outs))
+            return dtypes.narrow(sums * _wide(new), new.dtype), old
 
         return trees.map_leaves(leaf, changed, updates)[0], state
 

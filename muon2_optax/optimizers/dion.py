@@ -14,7 +14,7 @@ import optax
 from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import grouped
-from muon2_optax.axes import ResolvedAxes
+from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.iteration import adjoint, product
 from muon2_optax.matrices import require_matrix, rules_or_default
@@ -225,7 +225,7 @@ def dion(
     weight_decay: float = 0.0,
     *,
     rank_fraction: float | None = None,
-    shape_scale: str = "spectral",
+    shape_scale: ShapeScale = "spectral",
     seed: int | None = None,
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
@@ -235,7 +235,9 @@ def dion(
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
     adam_eps: float = 1e-8,
+    adam_eps_root: float | None = None,
     adam_weight_decay: float = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Dion for the matrices, AdamW for the rest.
 
@@ -292,7 +294,9 @@ def dion(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

@@ -4,13 +4,14 @@ from typing import Any
 
 import optax
 
+from muon2_optax.axes import ShapeScale
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
-from muon2_optax.scaling import scale_by_shape
+from muon2_optax.scaling import scale_by_dual_norm, scale_by_shape
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
@@ -24,7 +25,9 @@ def muon(
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
-    shape_scale: str = "keller",
+    bias_correction: bool = False,
+    adaptive: bool = False,
+    shape_scale: ShapeScale = "keller",
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
@@ -35,7 +38,9 @@ def muon(
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
     adam_eps: float = 1e-8,
+    adam_eps_root: float | None = None,
     adam_weight_decay: float = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for the matrices, AdamW for the rest.
 
@@ -77,13 +82,20 @@ def muon(
     rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
+        orthogonalize = newton_schulz_orthogonalize(
+            ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
+        )
+        if adaptive:
+            orthogonalize = scale_by_dual_norm(orthogonalize, rules=rules)
         return optax.chain(
             scale_by_momentum(
-                b1, nesterov=nesterov, dampening=dampening, mu_dtype=mu_dtype
+                b1,
+                nesterov=nesterov,
+                dampening=dampening,
+                bias_correction=bias_correction,
+                mu_dtype=mu_dtype,
             ),
-            newton_schulz_orthogonalize(
-                ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
-            ),
+            orthogonalize,
             scale_by_shape(shape_scale, rules=rules),
             decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
@@ -97,7 +109,9 @@ def muon(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

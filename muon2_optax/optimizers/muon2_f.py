@@ -8,6 +8,7 @@ import optax
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
 from muon2_optax.arrays import tracing
+from muon2_optax.axes import ShapeScale
 from muon2_optax.execution import factored_moment
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.optimizers._routed import decayed, routed
@@ -151,7 +152,7 @@ def muon2_f(
     ns_dtype: Any = None,
     nesterov: bool = False,
     bias_correction: bool = False,
-    shape_scale: str = "spectral",
+    shape_scale: ShapeScale = "spectral",
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
@@ -161,7 +162,9 @@ def muon2_f(
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
     adam_eps: float = 1e-8,
+    adam_eps_root: float | None = None,
     adam_weight_decay: float = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon^2-F for the matrices, AdamW for the rest: Muon^2 at Muon's memory.
 
@@ -221,7 +224,9 @@ def muon2_f(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

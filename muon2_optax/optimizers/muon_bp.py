@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax.axes import MatrixAxes, ResolvedAxes
+from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
@@ -158,7 +158,7 @@ def muon_bp(
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
-    shape_scale: str = "match_rms",
+    shape_scale: ShapeScale = "match_rms",
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
@@ -167,7 +167,9 @@ def muon_bp(
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
     adam_eps: float = 1e-8,
+    adam_eps_root: float | None = None,
     adam_weight_decay: float = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonBP for the matrices, AdamW for the rest.
 
@@ -229,7 +231,9 @@ def muon_bp(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
@@ -249,7 +253,11 @@ def _scaled(
 
 
 def _orthogonalized(
-    rules: MatrixRules, ns_steps: int, ns_coeffs: Any, ns_dtype: Any, shape_scale: str
+    rules: MatrixRules,
+    ns_steps: int,
+    ns_coeffs: Any,
+    ns_dtype: Any,
+    shape_scale: ShapeScale,
 ) -> optax.GradientTransformation:
     return optax.chain(
         newton_schulz_orthogonalize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from muon2_optax import dtypes, roots, trees
-from muon2_optax.axes import ResolvedAxes
+from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
@@ -140,7 +140,7 @@ def muon_eq(
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
-    shape_scale: str = "keller",
+    shape_scale: ShapeScale = "keller",
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
@@ -150,7 +150,9 @@ def muon_eq(
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
     adam_eps: float = 1e-8,
+    adam_eps_root: float | None = None,
     adam_weight_decay: float = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonEq for the matrices, AdamW for the rest.
 
@@ -205,7 +207,9 @@ def muon_eq(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

@@ -4,6 +4,7 @@ from typing import Any
 
 import optax
 
+from muon2_optax.axes import ShapeScale
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._routed import decayed, routed
@@ -26,7 +27,7 @@ def normuon(
     ns_coeffs: Any = "keller",
     ns_dtype: Any = None,
     nesterov: bool = True,
-    shape_scale: str = "keller",
+    shape_scale: ShapeScale = "keller",
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
@@ -36,7 +37,9 @@ def normuon(
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
     adam_eps: float = 1e-8,
+    adam_eps_root: float | None = None,
     adam_weight_decay: float = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon for the matrices, AdamW for the rest.
 
@@ -98,7 +101,9 @@ def normuon(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

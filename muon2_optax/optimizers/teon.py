@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from muon2_optax import dtypes, operands
-from muon2_optax.axes import ResolvedAxes
+from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
@@ -151,7 +151,7 @@ def teon(
     ns_coeffs: Any = "polar_express",
     ns_dtype: Any = None,
     nesterov: bool = True,
-    shape_scale: str = "spectral",
+    shape_scale: ShapeScale = "spectral",
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
@@ -160,7 +160,9 @@ def teon(
     adam_b1: float = 0.9,
     adam_b2: float = 0.999,
     adam_eps: float = 1e-8,
+    adam_eps_root: float | None = None,
     adam_weight_decay: float = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """TEON for the matrices, AdamW for the rest.
 
@@ -215,7 +217,9 @@ def teon(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

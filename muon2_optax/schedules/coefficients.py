@@ -49,7 +49,33 @@ class AOL:
     eps: float = 0.0
 
 
-Normalization = Frobenius | AOL
+@dataclasses.dataclass(frozen=True)
+class Schatten:
+    """Divide each matrix by its Schatten 4-norm, ``||X X^H||_F ** 0.5``.
+
+    The fourth root of the sum of the singular values' fourth powers (Grishina et al.
+    2025, arXiv:2506.10935). It lies between the spectral and the Frobenius norm, so the
+    result lies in [0, 1], nearer to 1, and its Gram matrix serves the first step.
+    ``eps`` bounds the norm of X X^H from below, in units of X squared; 0 (the default)
+    makes the result independent of the size of X.
+    """
+
+    eps: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Spectral:
+    """Divide each matrix by ``||X||_2 + eps``, its largest singular value.
+
+    The tightest of all, and the most expensive: it takes the eigenvalues of every
+    X X^H, in float32 or better. On accelerators that costs more than the iteration
+    that it shortens.
+    """
+
+    eps: float = 0.0
+
+
+Normalization = Frobenius | AOL | Schatten | Spectral
 
 
 @dataclasses.dataclass(frozen=True)
