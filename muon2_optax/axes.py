@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Axis = int | tuple[int, ...]
+Axis = int | Sequence[int]
 
 
 def _tuple(axis: Any) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class MatrixAxes:
 
     in_axis: Axis
     out_axis: Axis
-    out_splits: tuple[int, ...] = ()
+    out_splits: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_axis", _tuple(self.in_axis))
@@ -94,7 +94,7 @@ class MatrixAxes:
                 f"out_splits {self.out_splits} add up to {sum(splits)}, but axis "
                 f"{outs[0]} of shape {shape} has {shape[outs[0]]}"
             )
-        return ResolvedAxes(tuple(shape), ins, outs, splits)
+        return ResolvedAxes(tuple(shape), ins, outs, tuple(splits))
 
 
 @dataclasses.dataclass(frozen=True)

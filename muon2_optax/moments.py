@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, roots, sharding, trees
+from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 
 
@@ -36,13 +38,14 @@ class SecondMomentState(NamedTuple):
     nu: optax.Updates
 
 
+@check_arguments
 def scale_by_momentum(
-    b1: float = 0.95,
+    b1: ArrayLike = 0.95,
     *,
     nesterov: bool = True,
-    dampening: float | None = None,
+    dampening: ArrayLike | None = None,
     bias_correction: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Momentum, ``M = b1 M + (1 - dampening) G``.
 
@@ -117,16 +120,17 @@ def _corrected_momentum(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+@check_arguments
 def scale_by_second_moment(
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
     nesterov: bool = False,
     bias_correction: bool = False,
-    eps_root: float | None = None,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    eps_root: ArrayLike | None = None,
+    mu_dtype: DTypeLike | None = None,
+    nu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Momentum divided by the root of an Adam-style second moment.
 

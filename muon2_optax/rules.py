@@ -56,7 +56,7 @@ class MatrixRules:
     ...                      (r"experts/", MatrixAxes(-2, -1))))
     """
 
-    patterns: tuple[tuple[str, MatrixAxes | None], ...] = ()
+    patterns: Sequence[tuple[str, MatrixAxes | None]] = ()
     strict: bool = False
     by_name: bool = True
     leaves: tuple[LeafRule, ...] = ()

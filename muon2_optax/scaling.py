@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import (
     ResolvedAxes,
     ShapeScale,
@@ -76,8 +78,13 @@ class OutputSecondMomentState(NamedTuple):
     nu: optax.Updates
 
 
+@check_arguments
 def scale_by_output_second_moment(
-    b2: float = 0.95, eps: float = 1e-8, *, eps_root: float = 0.0, nu_dtype: Any = None
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    *,
+    eps_root: ArrayLike = 0.0,
+    nu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Divides by the root of the average square of each entry (AdaMuon).
 
@@ -116,11 +123,12 @@ def scale_by_output_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+@check_arguments
 def scale_by_neuron_second_moment(
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
-    eps_root: float = 0.0,
+    eps_root: ArrayLike = 0.0,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
     """Divides by the root of the average square of each output's weights (NorMuon).
@@ -169,9 +177,10 @@ def scale_by_neuron_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+@check_arguments
 def keep_norm(
     inner: optax.GradientTransformation,
-    eps: float = 1e-10,
+    eps: ArrayLike = 1e-10,
     *,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -239,8 +248,9 @@ def scale_by_dual_norm(
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
+@check_arguments
 def scale_to_rms(
-    rms: float = 0.2, eps: float = 1e-8, *, rules: MatrixRules | None = None
+    rms: ArrayLike = 0.2, eps: ArrayLike = 1e-8, *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformation:
     """Gives each matrix the root mean square ``rms``: 0.2, like an AdamW update's.
 
@@ -261,11 +271,8 @@ def scale_to_rms(
             axes = require_matrix(rules, name, u)
             sides = axes.per_output([math.sqrt(axes.fan_in * n) for n in axes.splits])
             norm = _positive(_norm(u, axes) + eps)
-            return (
-                (rms * jnp.asarray(sides, norm.dtype) / norm * _wide(u)).astype(
-                    u.dtype
-                ),
-            )
+            factor = jnp.asarray(rms * jnp.asarray(sides, norm.dtype) / norm)
+            return ((factor * _wide(u)).astype(u.dtype),)
 
         return trees.map_leaves(leaf, updates)[0]
 

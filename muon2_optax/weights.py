@@ -2,21 +2,23 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from muon2_optax import moments, sharding, trees
+from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products, on_sphere
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
 
-Radius = float | str | Callable[[int, int], float] | None
+Radius = ArrayLike | Literal["init"] | Callable[[int, int], float] | None
 
 
 class HyperballState(NamedTuple):
@@ -31,6 +33,7 @@ class HyperballState(NamedTuple):
     radius: optax.Updates
 
 
+@check_arguments
 def hyperball(
     learning_rate: optax.ScalarOrSchedule,
     radius: Radius = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.moments import scale_by_second_moment
@@ -99,15 +100,15 @@ def routed(
     *,
     learning_rate: optax.ScalarOrSchedule,
     adam_learning_rate: optax.ScalarOrSchedule | None,
-    adam_b1: float,
-    adam_b2: float,
-    adam_eps: float,
-    adam_eps_root: float | None,
-    adam_weight_decay: float,
+    adam_b1: ArrayLike,
+    adam_b2: ArrayLike,
+    adam_eps: ArrayLike,
+    adam_eps_root: ArrayLike | None,
+    adam_weight_decay: optax.ScalarOrSchedule,
     rest: optax.GradientTransformation | None,
     weight_decay_mask: Any,
     cautious_weight_decay: bool,
-    mu_dtype: Any,
+    mu_dtype: DTypeLike | None,
     shardings: Shardings | None = None,
     adam_h: str | None = None,
     radius: Radius = None,

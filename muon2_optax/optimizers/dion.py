@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import grouped
 from muon2_optax.axes import ResolvedAxes, ShapeScale
@@ -36,13 +38,14 @@ class LowRankState(NamedTuple):
     q: optax.Updates
 
 
+@check_arguments
 def scale_by_low_rank_orthonormal(
-    b1: float = 0.95,
-    eps: float = 1e-8,
+    b1: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
     *,
     rank_fraction: float | None = None,
     seed: int | None = None,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
     """Replaces each matrix by an orthonormal one of rank r, from one power iteration.
@@ -218,11 +221,12 @@ def _power_iteration(
     return update, rest, new_q
 
 
+@check_arguments
 def dion(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     rank_fraction: float | None = None,
     shape_scale: ShapeScale = "spectral",
@@ -230,13 +234,13 @@ def dion(
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_eps_root: float | None = None,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Dion for the matrices, AdamW for the rest.

@@ -3,7 +3,9 @@
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax.arguments import check_arguments
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum, scale_by_second_moment
 from muon2_optax.optimizers._routed import routed
@@ -11,31 +13,33 @@ from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.optimizers.muon2_f import factorized_second_moment
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 from muon2_optax.weights import Radius, hyperball
 
 
+@check_arguments
 def muon_h(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
+    b1: ArrayLike = 0.95,
     *,
     radius: Radius = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
-    mu_dtype: Any = None,
-    dampening: float | None = None,
+    mu_dtype: DTypeLike | None = None,
+    dampening: ArrayLike | None = None,
     adam_h: str | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_eps_root: float | None = None,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     rest: optax.GradientTransformation | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
@@ -111,29 +115,30 @@ def muon_h(
     )
 
 
+@check_arguments
 def muon2_h(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
     radius: Radius = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
+    nu_dtype: DTypeLike | None = None,
     adam_h: str | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_eps_root: float | None = None,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     rest: optax.GradientTransformation | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
@@ -203,28 +208,29 @@ def muon2_h(
     )
 
 
+@check_arguments
 def muon2_f_h(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
     radius: Radius = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_h: str | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_eps_root: float | None = None,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     rest: optax.GradientTransformation | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,

@@ -3,7 +3,9 @@
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ShapeScale
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_second_moment
@@ -12,20 +14,22 @@ from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
 
+@check_arguments
 def muon2(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
     shape_scale: ShapeScale = "spectral",
@@ -33,14 +37,14 @@ def muon2(
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
+    nu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_eps_root: float | None = None,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon^2 for the matrices, AdamW for the rest.

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
@@ -16,6 +18,7 @@ from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.static_arguments import check_static
 
 # Every leaf that a block transform sees is a stack of blocks.
@@ -33,7 +36,7 @@ class PeriodicState(NamedTuple):
 def periodically(
     seldom: optax.GradientTransformation,
     often: optax.GradientTransformation,
-    period: int,
+    period: ArrayLike,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs ``seldom`` on steps 0, period, 2 period, ..., ``often`` on the others.
 
@@ -85,7 +88,7 @@ def _whole_steps(period: Any) -> Any:
 
 def in_blocks(
     make: Callable[[MatrixRules], optax.GradientTransformation],
-    grid: tuple[int, int],
+    grid: Sequence[int],
     *,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
@@ -100,6 +103,7 @@ def in_blocks(
     rules = rules_or_default(rules)
     if len(grid) != 2 or min(grid) < 1:
         raise ValueError(f"block_grid must be two positive numbers, got {grid}")
+    along_inputs, along_outputs = grid
     inner = make(_BLOCK_RULES)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
@@ -108,7 +112,7 @@ def in_blocks(
         _, axes, leaves, _, rebuild = flatten_matrices(rules, updates)
 
         def on_grid(_: Any, *xs: jax.Array) -> list[jax.Array]:
-            return _on_grid(xs, axes, grid, inner)
+            return _on_grid(xs, axes, (along_inputs, along_outputs), inner)
 
         return rebuild(dispatch.with_automatic_axes(on_grid, leaves))[0]
 
@@ -146,29 +150,30 @@ def _join(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[..., : shape[-2], : shape[-1]]
 
 
+@check_arguments
 def muon_bp(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
-    period: int | None = None,
-    block_grid: tuple[int, int] = (1, 4),
-    block_scale: float = 1.0,
+    period: ArrayLike | None = None,
+    block_grid: Sequence[int] = (1, 4),
+    block_scale: ArrayLike = 1.0,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
     shape_scale: ShapeScale = "match_rms",
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_eps_root: float | None = None,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonBP for the matrices, AdamW for the rest.
@@ -255,8 +260,8 @@ def _scaled(
 def _orthogonalized(
     rules: MatrixRules,
     ns_steps: int,
-    ns_coeffs: Any,
-    ns_dtype: Any,
+    ns_coeffs: NSCoeffs,
+    ns_dtype: DTypeLike | None,
     shape_scale: ShapeScale,
 ) -> optax.GradientTransformation:
     return optax.chain(

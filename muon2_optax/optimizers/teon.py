@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, operands
+from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
@@ -20,6 +22,7 @@ from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules import coefficients
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import locate
 from muon2_optax.static_arguments import check_static
 
@@ -31,9 +34,9 @@ def orthogonalize_jointly(
     joint: str = ATTENTION_INPUTS,
     group_size: int | None = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "polar_express",
+    ns_coeffs: NSCoeffs = "polar_express",
     *,
-    ns_dtype: Any = None,
+    ns_dtype: DTypeLike | None = None,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
     """As ``newton_schulz_orthogonalize``, with layers of one kind in groups.
@@ -140,28 +143,29 @@ def _unpooled(
     return [list(leaf) for leaf in zip(*columns)]
 
 
+@check_arguments
 def teon(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     joint: str = ATTENTION_INPUTS,
     group_size: int | None = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "polar_express",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "polar_express",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
     shape_scale: ShapeScale = "spectral",
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_eps_root: float | None = None,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """TEON for the matrices, AdamW for the rest.

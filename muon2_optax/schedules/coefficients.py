@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 Triple = tuple[float, float, float]
 
@@ -291,8 +292,30 @@ class Plan:
         return self.steps is None
 
 
+ScheduleName = Literal[
+    "keller",
+    "polar_express",
+    "polar_express_nanogpt",
+    "you5",
+    "turbo",
+    "cans",
+    "deepseek_v4",
+    "muon2",
+    "quintic",
+]
+# A name, a schedule, one triple or a table of triples.
+NSCoeffs = (
+    ScheduleName
+    | Schedule
+    | Sequence[ArrayLike]
+    | Sequence[Sequence[ArrayLike]]
+    | np.ndarray
+    | jax.Array
+)
+
+
 def resolve(
-    ns_coeffs: str | Schedule | Sequence[float] | Sequence[Triple] | jax.Array,
+    ns_coeffs: NSCoeffs,
     ns_steps: int | jax.Array,
 ) -> Plan:
     """Turns the public arguments into the steps to run.
