@@ -63,7 +63,8 @@ def checked(checker, folder, program, timeout=600):
         options += ["--cache-dir", str(folder / "cache")]
     elif checker == "pyrefly":
         options = ["check", "--python-interpreter-path", python]
-        options += ["--output-format", "min-text"]
+        # As in a project that has a configuration; without one, little is checked.
+        options += ["--preset", "default", "--output-format", "min-text"]
     else:
         options = ["--pythonpath", python]
     return subprocess.run(
