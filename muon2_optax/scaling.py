@@ -42,8 +42,9 @@ def scale_by_shape(
         - a function of (fan_in, fan_out). (``optax.inject_hyperparams`` calls functions
           as schedules: name the argument in its ``static_args``.)
 
-        ``"spectral"`` is a factor by shape, no normalization: where other libraries
-        divide by a matrix's spectral norm, that is ``Schedule.normalization``.
+        Elsewhere (Emerging-Optimizers, Megatron) ``"spectral"`` is sqrt(max(fan_in,
+        fan_out)), which is ``MatchRMS(1.0)`` here. No spectral norm is taken: to divide
+        by it before Newton-Schulz is ``Schedule(..., normalization=Spectral())``.
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
     Returns:
@@ -137,7 +138,9 @@ def scale_by_neuron_second_moment(
     axes: one number per output neuron of each matrix.
 
     Args:
-      b2, eps, eps_root: as there.
+      b2: decay rate.
+      eps: added to the root.
+      eps_root: added under the root.
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
     Returns:

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 from muon2_optax.arguments import check_arguments
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
@@ -18,6 +19,7 @@ from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
 
+@documented
 @check_arguments
 def adamuon(
     learning_rate: optax.ScalarOrSchedule,
@@ -64,7 +66,8 @@ def adamuon(
       rms: root mean square of the update.
       nu_dtype: dtype of V; None: float32.
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Si et al. 2025, "AdaMuon", arXiv:2507.11005; github.com/Chongjie-Si/AdaMuon.

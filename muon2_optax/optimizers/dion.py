@@ -20,6 +20,7 @@ from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.iteration import adjoint, product
 from muon2_optax.matrices import require_matrix, rules_or_default
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -221,6 +222,7 @@ def _power_iteration(
     return update, rest, new_q
 
 
+@documented
 @check_arguments
 def dion(
     learning_rate: optax.ScalarOrSchedule,
@@ -248,7 +250,8 @@ def dion(
     One power iteration of rank r tracks the dominant subspace of the momentum; what the
     rank-r update leaves out stays in the momentum. No Newton-Schulz: it takes one QR
     decomposition of an m x r matrix, in float32 or better. See
-    ``scale_by_low_rank_orthonormal``.
+    ``scale_by_low_rank_orthonormal``. The authors' defaults are learning rate 0.01 and
+    weight decay 0.01.
 
     Args:
       b1: the paper's mu; 1 - b1 of the part just applied leaves the momentum.
@@ -256,8 +259,8 @@ def dion(
       rank_fraction: r as a fraction of the smaller side; None: 1.
       seed: of the first right factor, a normal random matrix; None: 0.
 
-    The others, and the return value, are those of ``muon``; the authors' defaults are
-    learning rate 0.01 and weight decay 0.01.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Ahn et al. 2025, "Dion", arXiv:2504.05295; github.com/microsoft/dion.

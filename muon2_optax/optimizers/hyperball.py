@@ -8,6 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 from muon2_optax.arguments import check_arguments
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum, scale_by_second_moment
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.optimizers.muon2_f import factorized_second_moment
@@ -19,6 +20,7 @@ from muon2_optax.static_arguments import check_static
 from muon2_optax.weights import Radius, hyperball
 
 
+@documented
 @check_arguments
 def muon_h(
     learning_rate: optax.ScalarOrSchedule,
@@ -55,16 +57,15 @@ def muon_h(
     There is neither weight decay nor a shape factor: ``n`` takes any factor away.
 
     Args:
-      learning_rate: length of a step relative to the weights, or a schedule of it; see
-        ``hyperball``.
-      radius: R; None: the norm in ``init``, where no matrix may be zero; see
-        ``hyperball`` for ``"init"``, numbers and functions.
-      adam_h: regular expression of the paths that AdamH trains among those that are no
-        matrices: AdamW's direction on the hyperball, with ``learning_rate`` and without
-        decay. Each must be a table of rank 2, or a stack of tables: ``"lm_head"``.
-      weight_decay_mask, cautious_weight_decay: as in ``muon2``, for AdamW.
+      learning_rate: length of a step relative to the weights, or a schedule of it, of
+        the order of 0.003 to 0.03; see ``hyperball``.
+      weight_decay_mask: tree of bools, or function from parameters to one, as in
+        ``optax.add_decayed_weights``; for AdamW, since matrices have no decay.
+      cautious_weight_decay: in AdamW, decay only entries that the update shrinks as
+        well; see ``add_cautious_weight_decay``.
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Wen et al. 2025, "Fantastic Pretraining Optimizers 2.1: Hyperball Optimization".
@@ -115,6 +116,7 @@ def muon_h(
     )
 
 
+@documented
 @check_arguments
 def muon2_h(
     learning_rate: optax.ScalarOrSchedule,
@@ -148,8 +150,16 @@ def muon2_h(
     ``muon2``'s direction O, and ``muon_h``'s step ``W = R n(W - learning_rate R n(O))``
     from it.
 
-    Args and returns are those of ``muon2``, without ``shape_scale`` and
-    ``weight_decay``, and those of ``muon_h``: ``radius`` and ``adam_h``.
+    Args:
+      learning_rate: length of a step relative to the weights, or a schedule of it, of
+        the order of 0.003 to 0.03; see ``hyperball``.
+      weight_decay_mask: tree of bools, or function from parameters to one, as in
+        ``optax.add_decayed_weights``; for AdamW, since matrices have no decay.
+      cautious_weight_decay: in AdamW, decay only entries that the update shrinks as
+        well; see ``add_cautious_weight_decay``.
+
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Liu et al. 2026, "Muon^2", arXiv:2604.09967; Wen et al. 2025, "Hyperball
@@ -208,6 +218,7 @@ def muon2_h(
     )
 
 
+@documented
 @check_arguments
 def muon2_f_h(
     learning_rate: optax.ScalarOrSchedule,
@@ -240,8 +251,16 @@ def muon2_f_h(
     ``muon2_f``'s direction O, and ``muon_h``'s step ``W = R n(W - learning_rate R
     n(O))`` from it.
 
-    Args and returns are those of ``muon2_f``, without ``shape_scale`` and
-    ``weight_decay``, and those of ``muon_h``: ``radius`` and ``adam_h``.
+    Args:
+      learning_rate: length of a step relative to the weights, or a schedule of it, of
+        the order of 0.003 to 0.03; see ``hyperball``.
+      weight_decay_mask: tree of bools, or function from parameters to one, as in
+        ``optax.add_decayed_weights``; for AdamW, since matrices have no decay.
+      cautious_weight_decay: in AdamW, decay only entries that the update shrinks as
+        well; see ``add_cautious_weight_decay``.
+
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Liu et al. 2026, "Muon^2", arXiv:2604.09967; Wen et al. 2025, "Hyperball

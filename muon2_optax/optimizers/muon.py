@@ -9,6 +9,7 @@ from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ShapeScale
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
@@ -19,6 +20,7 @@ from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
 
+@documented
 @check_arguments
 def muon(
     learning_rate: optax.ScalarOrSchedule,
@@ -58,14 +60,20 @@ def muon(
     added, so the update does not depend on the size of the gradients (1e-30 to 1e30 in
     float32). A ``Schedule`` with ``normalization=Frobenius(eps=1e-7)`` restores it.
 
-    Args and returns are those of ``muon2``, without those of the second moment (b2,
-    eps, nu_dtype, bias_correction), and ``dampening`` of ``scale_by_momentum``. Where
-    ``ns_steps`` is None, K is 5.
-
     Published relatives are arguments away: PolarExpress is
     ``ns_coeffs="polar_express"``; Turbo-Muon is ``ns_coeffs="turbo", ns_steps=4``;
     Moonlight is ``dampening=0.0, shape_scale="match_rms", weight_decay=0.1``;
-    ``torch.optim.Muon`` is ``weight_decay=0.1``.
+    ``torch.optim.Muon`` is ``weight_decay=0.1``; ``optax.contrib.muon`` is
+    ``bias_correction=True`` with NAdam as ``rest``.
+
+    Args:
+      bias_correction: correct the momentum for its start at zero, and mix as NAdam
+        does, which is what ``optax.contrib.muon`` does; see ``scale_by_momentum``.
+      adaptive: multiply each update by the dual norm of the momentum, so that its size
+        follows the gradients'; see ``scale_by_dual_norm``.
+
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Jordan et al. 2024, github.com/KellerJordan/Muon.

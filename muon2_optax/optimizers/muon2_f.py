@@ -13,6 +13,7 @@ from muon2_optax.arrays import tracing
 from muon2_optax.axes import ShapeScale
 from muon2_optax.execution import factored_moment
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
@@ -62,8 +63,14 @@ def factorized_second_moment(
     for itself. V-hat is 0 while no gradient has been seen.
 
     Args:
-      b1, b2, eps, nesterov, bias_correction, mu_dtype: as in
+      b1: decay rate of the momentum M.
+      b2: decay rate of r and c.
+      eps: added to sqrt(V-hat), which is held above 1e-19 (in float32) as in
         ``scale_by_second_moment``.
+      nesterov: use ``b1 M + (1 - b1) G`` in place of M; r and c are unchanged.
+      bias_correction: divide M by ``1 - b1^t`` (with nesterov ``1 - b1^(t+1)``) and
+        V-hat by ``1 - b2^t``.
+      mu_dtype: dtype in which M is stored; None: the parameters'.
       rules: which axes form the matrices; None: ``MatrixRules()``.
       shardings: where the parameters live, as in ``newton_schulz_orthogonalize``. Only
         the speed depends on it.
@@ -144,6 +151,7 @@ def _divided(
     return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
 
 
+@documented
 @check_arguments
 def muon2_f(
     learning_rate: optax.ScalarOrSchedule,
@@ -180,8 +188,11 @@ def muon2_f(
         O = NewtonSchulz(M / (sqrt(r c^T / mean(r)) + eps), K)
         W = W - learning_rate * (sqrt(fan_out / fan_in) * O + weight_decay * W)
 
-    Args and returns are those of ``muon2``, without ``nu_dtype``: the row and column
-    statistics are float32 (float64 for float64 parameters) and need no saving.
+    There is no ``nu_dtype``: the row and column statistics are float32 (float64 for
+    float64 parameters) and need no saving.
+
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Liu et al. 2026, "Muon^2", arXiv:2604.09967.

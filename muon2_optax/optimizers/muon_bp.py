@@ -13,6 +13,7 @@ from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
@@ -150,6 +151,7 @@ def _join(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[..., : shape[-2], : shape[-1]]
 
 
+@documented
 @check_arguments
 def muon_bp(
     learning_rate: optax.ScalarOrSchedule,
@@ -188,10 +190,10 @@ def muon_bp(
       block_grid: number of blocks along (inputs, outputs); sides that do not divide are
         padded with zeros.
       block_scale: learning rate of the block steps as a multiple of the full steps';
-      the
-        best lies between 1 / sqrt(number of blocks) and 1.
+        the best lies between 1 / sqrt(number of blocks) and 1.
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Khaled et al. 2025, "MuonBP", arXiv:2510.16981 (no published code).

@@ -12,6 +12,7 @@ from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
@@ -134,6 +135,7 @@ def _positive(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 1, x)
 
 
+@documented
 @check_arguments
 def muon_eq(
     learning_rate: optax.ScalarOrSchedule,
@@ -170,9 +172,11 @@ def muon_eq(
         W = W - learning_rate * (sqrt(max(1, fan_out / fan_in)) * O + weight_decay * W)
 
     Args:
-      form: how rows and columns are equalized; see ``equilibrate``.
+      form: how rows and columns are equalized, ``"roots"`` or ``"sweeps"``; see
+        ``equilibrate``.
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       "MuonEq", arXiv:2603.28254.

@@ -9,6 +9,7 @@ from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ShapeScale
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
@@ -19,6 +20,7 @@ from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
 
+@documented
 @check_arguments
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
@@ -65,7 +67,8 @@ def normuon(
       b2: decay rate of v.
       eps: added to sqrt(v).
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Li et al. 2025, "NorMuon", arXiv:2510.05491; github.com/zichongli5/NorMuon.

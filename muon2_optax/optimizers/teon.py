@@ -17,6 +17,7 @@ from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.rules import MatrixRules
@@ -52,7 +53,10 @@ def orthogonalize_jointly(
       joint: regular expression, searched in the paths, of the leaves to join.
       group_size: matrices in a group; None: 2.
       ns_steps: number of iterations K; None: 5.
-      ns_coeffs, ns_dtype, rules: as in ``newton_schulz_orthogonalize``.
+      ns_coeffs: the coefficients, as in ``newton_schulz``.
+      ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
+        bfloat16 on TPU, float32 on CPU.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
 
     References:
       Zhang et al. 2026, "TEON", arXiv:2601.23261.
@@ -143,6 +147,7 @@ def _unpooled(
     return [list(leaf) for leaf in zip(*columns)]
 
 
+@documented
 @check_arguments
 def teon(
     learning_rate: optax.ScalarOrSchedule,
@@ -178,10 +183,11 @@ def teon(
     Args:
       joint: regular expression of the paths that are joined.
       group_size: the paper's K; None: 2.
-      ns_steps: number of Newton-Schulz iterations; None: 5.
+      nesterov: use ``b1 M + (1 - b1) G`` in place of M. The paper does not say; the
+        default is Muon's.
 
-    The others, and the return value, are those of ``muon``. Whether the momentum is
-    Nesterov's is not stated; the default is Muon's.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Zhang et al. 2026, "TEON", arXiv:2601.23261 (no published code).

@@ -261,7 +261,8 @@ SCHEDULES: dict[str, Schedule] = {
             ),
         ),
     ),
-    # Converges to the exact polar factor, slowly from small singular values.
+    # Converges to the exact polar factor, slowly from small singular values. What
+    # Emerging-Optimizers and Megatron call "quintic" is "you5".
     "quintic": Schedule(
         ((2.0, -1.5, 0.5),), source="modded-nanogpt pull 266 (twelve steps)"
     ),
