@@ -248,8 +248,9 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
     A complex leaf takes a complex dtype only, and ignores a real one.
 
     Raises:
-      TypeError: a complex dtype for a leaf that is real.
+      TypeError: a complex dtype for a leaf that is real, or a leaf that is no array.
     """
+    trees.require_arrays(params)
     given = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 
     def leaf(path: Any, p: Any) -> jax.Array:

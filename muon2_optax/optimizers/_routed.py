@@ -9,6 +9,7 @@ import jax
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
@@ -165,10 +166,12 @@ def routed(
     partition(rules)  # arguments that do not fit are errors here, not in init
 
     def init_fn(params: optax.Params) -> Any:
+        trees.require_arrays(params)
         init = partition(rules.bind(params)).init
         return init_in_place(init, params, shardings)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        trees.require_arrays(params)
         inner = partition(rules.bind(updates))
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state
