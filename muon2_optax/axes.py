@@ -221,7 +221,7 @@ def check_shape_scale(scale: Any) -> None:
     if isinstance(scale, jax.Array):
         raise TypeError(
             "the shape scale arrived as an array; under optax.inject_hyperparams, which"
-            " calls every function with the step, name it in static_args"
+            " calls every function with the step, name its argument in static_args"
         )
     if isinstance(scale, MatchRMS) or callable(scale):
         return

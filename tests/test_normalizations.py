@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from matrices import normal
 from reference import relative_error
 
@@ -77,3 +78,15 @@ def test_derivatives_are_finite(name):
 
     for x in (jnp.eye(4, 6), jnp.zeros((4, 6)), jnp.float32(normal((4, 6)))):
         assert np.all(np.isfinite(jax.grad(total)(x)))
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_divided_matrices(name):
+    """Norms are of whole matrices: on a mesh, the same to rounding."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    x = jnp.float32(normal((2, 8, 12)))
+    want = normalized(x, HOW[name], 3)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "x", "y")))
+        got = jax.jit(lambda x: normalized(x, HOW[name], 3))(placed)
+    assert relative_error(got, want) < 5e-6
