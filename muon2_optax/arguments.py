@@ -70,14 +70,17 @@ def check(name: str, value: Any, optional: bool = False) -> None:
         return
     if value is None and optional:
         return
+    wanted = "a number or a schedule" if name in LEARNING_RATES else "a number"
     if value is None:
-        raise ValueError(
-            f"{name} must be a number{' or a schedule' * (name in LEARNING_RATES)},"
-            " got None"
-        )
+        raise ValueError(f"{name} must be {wanted}, got None")
     if isinstance(value, str | list | tuple | dict):
         hint = _SECOND if name == "b1" else ""
-        raise TypeError(f"{name} must be a number, got {value!r}{hint}")
+        raise TypeError(f"{name} must be {wanted}, got {value!r}{hint}")
+    if callable(value) and name not in LEARNING_RATES:
+        raise TypeError(
+            f"{name} must be a number, got a function; optax.inject_hyperparams takes"
+            " schedules for it"
+        )
     if not isinstance(value, float | int | np.floating | np.integer):
         return
     if name in DECAY_RATES and not 0 <= value < 1:

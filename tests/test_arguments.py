@@ -58,6 +58,8 @@ def test_decay_rates(factory, needs, name):
         with pytest.raises(ValueError, match=rf"^{name} must lie in \[0, 1\)") as error:
             factory(**needs | {name: value})
         assert one_sentence(error)
+    with pytest.raises(TypeError, match=f"^{name} must be .*inject_hyperparams"):
+        factory(**needs | {name: optax.constant_schedule(0.5)})
     factory(**needs | {name: 0})
     factory(**needs | {name: np.float32(0.5)})
     factory(**needs | {name: jnp.float32(2.0)})  # an array may be a tracer elsewhere
