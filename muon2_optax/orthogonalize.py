@@ -19,7 +19,7 @@ from muon2_optax.static_arguments import check_static
 
 def newton_schulz(
     x: jax.Array,
-    ns_steps: int = 3,
+    ns_steps: int | jax.Array = 3,
     ns_coeffs: NSCoeffs = "keller",
     *,
     ns_dtype: DTypeLike | None = None,
@@ -87,7 +87,8 @@ def newton_schulz_orthogonalize(
       ValueError: on update, a leaf that is not a matrix under ``rules``; route such
         leaves elsewhere with ``optax.partition({...}, rules.labels)``.
 
-    >>>     >>> tx = newton_schulz_orthogonalize(ns_steps=5)
+    >>> import jax.numpy as jnp
+    >>> tx = newton_schulz_orthogonalize(ns_steps=5)
     >>> updates, _ = tx.update({"w": jnp.eye(2) * 1e-20}, tx.init({"w": jnp.eye(2)}))
     >>> bool(jnp.allclose(updates["w"], jnp.eye(2), atol=0.32))
     True
