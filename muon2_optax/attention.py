@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from muon2_optax import dtypes, sharding, trees
 from muon2_optax.axes import ResolvedAxes
@@ -23,7 +24,7 @@ FUSED = r"(^|/)(qkv|wqkv|qkv_proj|c_attn|in_proj|query_key_value)(/|$)"
 def qk_clip(
     params: optax.Params,
     max_logits: Mapping[str, Any],
-    tau: float = 100.0,
+    tau: ArrayLike = 100.0,
     rules: MatrixRules | None = None,
     *,
     query: str = QUERY,

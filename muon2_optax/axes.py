@@ -4,13 +4,13 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Axis = int | tuple[int, ...]
+Axis = int | Sequence[int]
 
 
 def _tuple(axis: Any) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class MatrixAxes:
 
     in_axis: Axis
     out_axis: Axis
-    out_splits: tuple[int, ...] = ()
+    out_splits: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_axis", _tuple(self.in_axis))
@@ -94,7 +94,7 @@ class MatrixAxes:
                 f"out_splits {self.out_splits} add up to {sum(splits)}, but axis "
                 f"{outs[0]} of shape {shape} has {shape[outs[0]]}"
             )
-        return ResolvedAxes(tuple(shape), ins, outs, splits)
+        return ResolvedAxes(tuple(shape), ins, outs, tuple(splits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,35 @@ class ResolvedAxes:
         return np.repeat(np.asarray(values), self.splits).reshape(shape)
 
 
+def match_rms(fan_in: int, fan_out: int, rms: float) -> float:
+    """What gives an orthogonal matrix this root mean square."""
+    return rms * math.sqrt(max(fan_in, fan_out))
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchRMS:
+    """The shape scale ``rms * sqrt(max(fan_in, fan_out))``.
+
+    It gives the update of every matrix the root mean square ``rms``, whatever its shape
+    (Liu et al. 2025, "Muon is scalable for LLM training", eq. 4). ``MatchRMS(0.2)`` is
+    ``"match_rms"``: the size of AdamW's updates. Optax calls it ``consistent_rms``.
+
+    Attributes:
+      rms: the root mean square, per unit of the learning rate.
+    """
+
+    rms: float = 0.2
+
+    def __post_init__(self) -> None:
+        known = isinstance(self.rms, int | float) and 0 < self.rms < math.inf
+        if not known:
+            raise ValueError(f"rms must be a positive number, got {self.rms!r}")
+
+
+ShapeScaleName = Literal["spectral", "keller", "match_rms", "none"]
+# Functions are of (fan_in, fan_out).
+ShapeScale = ShapeScaleName | MatchRMS | Callable[[int, int], float]
+
 SHAPE_SCALES: dict[str, Callable[[int, int], float]] = {
     # The RMS -> RMS operator norm of the update is 1 (Bernstein & Newhouse 2025); the
     # paper's sqrt(m/n) for a kernel stored (n, m) = (fan_in, fan_out).
@@ -177,11 +206,36 @@ SHAPE_SCALES: dict[str, Callable[[int, int], float]] = {
     # github.com/KellerJordan/Muon
     "keller": lambda fan_in, fan_out: math.sqrt(max(1.0, fan_out / fan_in)),
     # The RMS of an AdamW update (Liu et al. 2025, "Muon is scalable", eq. 4).
-    "match_rms": lambda fan_in, fan_out: 0.2 * math.sqrt(max(fan_in, fan_out)),
+    "match_rms": lambda fan_in, fan_out: match_rms(fan_in, fan_out, 0.2),
     "none": lambda fan_in, fan_out: 1.0,
 }
 
 
-def shape_factors(axes: ResolvedAxes, kind: str) -> list[float]:
-    """The shape factor, one of ``SHAPE_SCALES``, of each block of one leaf."""
-    return [SHAPE_SCALES[kind](axes.fan_in, fan_out) for fan_out in axes.splits]
+def check_shape_scale(scale: Any) -> None:
+    """Refuses what is no shape scale.
+
+    Raises:
+      TypeError: an array, as ``optax.inject_hyperparams`` makes of a function.
+      ValueError: anything else.
+    """
+    if isinstance(scale, jax.Array):
+        raise TypeError(
+            "the shape scale arrived as an array; under optax.inject_hyperparams, which"
+            " calls every function with the step, name its argument in static_args"
+        )
+    if isinstance(scale, MatchRMS) or callable(scale):
+        return
+    if not isinstance(scale, str) or scale not in SHAPE_SCALES:
+        raise ValueError(
+            f"unknown shape scale {scale!r}; known: {sorted(SHAPE_SCALES)},"
+            " MatchRMS(0.2) for any root mean square, and functions of fan_in and"
+            " fan_out"
+        )
+
+
+def shape_factors(axes: ResolvedAxes, scale: ShapeScale) -> list[float]:
+    """The shape factor of each block of one leaf."""
+    if isinstance(scale, MatchRMS):
+        return [match_rms(axes.fan_in, n, scale.rms) for n in axes.splits]
+    of_shape = SHAPE_SCALES[scale] if isinstance(scale, str) else scale
+    return [float(of_shape(axes.fan_in, n)) for n in axes.splits]

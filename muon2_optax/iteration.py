@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax import dtypes, roots
-from muon2_optax.schedules.coefficients import AOL, Frobenius, Normalization, Plan
+from muon2_optax.schedules.coefficients import (
+    AOL,
+    Frobenius,
+    Normalization,
+    Plan,
+    Schatten,
+    Spectral,
+)
 
 # From this ratio of the sides on, iterating on the small Gram matrix takes fewer
 # operations than iterating on X: (10 K - 10 + 4 r) m^3 against K (4 r + 2) m^3.
@@ -29,7 +36,8 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     overflow nor, where it matters, underflow.
 
     Returns:
-      The result, at least float32, and AOL's eps in its units, (..., 1, 1).
+      The result, at least float32, and the eps of AOL and Schatten, whose own scaling
+      ``iterate`` does, in the result's units squared, (..., 1, 1).
     """
     x = x.astype(dtypes.compute_dtype(x.dtype))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
@@ -41,12 +49,26 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     x = (x * down) / (largest * down)
     square = dtypes.squared_magnitude(x)
     norm = roots.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
-    if isinstance(how, AOL):
+    if isinstance(how, Spectral):
+        norm = _largest_singular_value(x) + how.eps / largest
+        return x / jnp.where(norm == 0, 1, norm), jnp.zeros_like(norm)
+    if isinstance(how, AOL | Schatten):
         norm = jnp.where(norm == 0, 1, norm)
         root = how.eps**0.5 / largest / norm
         return x / norm, root * root
     norm = frobenius_divisor(norm, how, largest)
     return x / jnp.where(norm == 0, 1, norm), jnp.zeros_like(norm)
+
+
+def _largest_singular_value(x: jax.Array) -> jax.Array:
+    """Of each matrix, (..., 1, 1)."""
+    if x.size == 0:
+        return jnp.zeros((*x.shape[:-2], 1, 1), dtypes.real_dtype(x.dtype))
+    rows, columns = x.shape[-2:]
+    wide = x if rows <= columns else adjoint(x)
+    # Ascending. Squaring costs the small ones digits, not the largest.
+    squares = jnp.linalg.eigvalsh(product(wide, adjoint(wide)))
+    return roots.sqrt(jnp.maximum(squares[..., -1:], 0))[..., None]
 
 
 def frobenius_divisor(norm: jax.Array, how: Frobenius, unit: Any = 1) -> jax.Array:
@@ -63,8 +85,8 @@ def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
     if x.size == 0:
         return x
     gram = None
-    if isinstance(plan.normalization, AOL):
-        x, gram = _almost_orthogonal(x, floor)
+    if isinstance(plan.normalization, AOL | Schatten):
+        x, gram = _scaled_by_gram(x, floor, isinstance(plan.normalization, AOL))
     if not plan.static:
         return _dynamic(x, plan)
     for triples in gram_runs(plan, m, n, x.dtype):
@@ -74,11 +96,21 @@ def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
     return x
 
 
-def _almost_orthogonal(x: jax.Array, floor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """AOL scaling of wide matrices, and the Gram matrix of the result."""
+def _scaled_by_gram(
+    x: jax.Array, floor: jax.Array, by_row: bool
+) -> tuple[jax.Array, jax.Array]:
+    """AOL (by row) or Schatten scaling of wide matrices, and the result's Gram matrix.
+
+    ``floor`` is what ``normalize`` returns with x.
+    """
     wide = dtypes.compute_dtype(x.dtype)
     gram = product(x, adjoint(x)).astype(wide)
-    total = jnp.maximum(jnp.sum(jnp.abs(gram), axis=-1, keepdims=True), floor)
+    if by_row:
+        total = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
+    else:
+        square = dtypes.squared_magnitude(gram)
+        total = roots.sqrt(jnp.sum(square, axis=(-2, -1), keepdims=True))
+    total = jnp.maximum(total, floor)
     scale = 1 / jnp.sqrt(jnp.where(total == 0, 1, total))
     gram = scale * gram * jnp.swapaxes(scale, -1, -2)
     return (scale * x.astype(wide)).astype(x.dtype), gram.astype(x.dtype)

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from muon2_optax import moments, sharding, trees
+from muon2_optax.arguments import check_arguments
 
 
 class EmaNesterovState(NamedTuple):
@@ -26,10 +28,11 @@ class EmaNesterovState(NamedTuple):
     base_state: Any
 
 
+@check_arguments
 def ema_nesterov(
     tx: optax.GradientTransformation,
     beta: optax.ScalarOrSchedule,
-    decay: float = 0.99,
+    decay: ArrayLike = 0.99,
 ) -> optax.GradientTransformationExtraArgs:
     """Takes the gradients ahead of the iterates x, by beta times their mean step m.
 

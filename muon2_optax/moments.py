@@ -10,14 +10,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, roots, sharding, trees
+from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 
 
 class MomentumState(NamedTuple):
     """mu: average of the gradients, shaped like the parameters."""
 
+    mu: optax.Updates
+
+
+class CorrectedMomentumState(NamedTuple):
+    """count: int32 scalar; mu: average of the gradients, not yet corrected."""
+
+    count: jax.Array
     mu: optax.Updates
 
 
@@ -29,26 +38,43 @@ class SecondMomentState(NamedTuple):
     nu: optax.Updates
 
 
+@check_arguments
 def scale_by_momentum(
-    b1: float = 0.95,
+    b1: ArrayLike = 0.95,
     *,
     nesterov: bool = True,
-    dampening: float | None = None,
-    mu_dtype: Any = None,
+    dampening: ArrayLike | None = None,
+    bias_correction: bool = False,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    """Momentum, ``M = b1 M + (1 - dampening) G``, uncorrected.
+    """Momentum, ``M = b1 M + (1 - dampening) G``.
 
     Args:
       b1: decay rate.
       nesterov: return ``b1 M + (1 - dampening) G`` instead of M.
       dampening: None: b1, the moving average of Keller Jordan's Muon; 0: the
         heavy-ball sum of Moonlight. The two differ by the factor 1 - b1 only.
+      bias_correction: return what ``optax.contrib.muon`` does. In step t, M divided by
+        ``1 - b1^t``; with nesterov, as NAdam mixes,
+        ``b1 M / (1 - b1^(t+1)) + (1 - b1) G / (1 - b1^t)``. It goes with
+        ``dampening=None``.
       mu_dtype: dtype in which M is stored; None: the parameters'.
 
     Returns:
-      The transform, with state ``MomentumState``.
+      The transform, with state ``MomentumState``, or ``CorrectedMomentumState`` with
+      bias correction.
+
+    Raises:
+      ValueError: ``bias_correction`` together with a ``dampening``.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
+    if bias_correction:
+        if dampening is not None:
+            raise ValueError(
+                "bias_correction corrects the moving average, which dampening=None"
+                f" makes; got dampening={dampening}"
+            )
+        return _corrected_momentum(b1, nesterov, mu_dtype)
 
     def init_fn(params: optax.Params) -> MomentumState:
         return MomentumState(zeros_like(params, mu_dtype))
@@ -65,15 +91,46 @@ def scale_by_momentum(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+def _corrected_momentum(
+    b1: Any, nesterov: bool, mu_dtype: Any
+) -> optax.GradientTransformation:
+    """``scale_by_momentum`` with bias correction."""
+
+    def init_fn(params: optax.Params) -> CorrectedMomentumState:
+        count = jnp.zeros([], jnp.int32)
+        return CorrectedMomentumState(count, zeros_like(params, mu_dtype))
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
+        del params
+        count = jnp.asarray(optax.safe_increment(state.count))
+        now = 1 / (1 - _power(b1, count))
+        after = 1 / (1 - _power(b1, count + 1))
+
+        def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            wide = g.astype(dtypes.compute_dtype(g.dtype))
+            m, _ = momentum_step(g, mu, b1, nesterov=False)
+            update = now * m
+            if nesterov:
+                update = b1 * after * m + (1 - b1) * now * wide
+            return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
+
+        updates, mu = trees.map_leaves(leaf, updates, state.mu)
+        return updates, CorrectedMomentumState(count, mu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+@check_arguments
 def scale_by_second_moment(
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
     nesterov: bool = False,
     bias_correction: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    eps_root: ArrayLike | None = None,
+    mu_dtype: DTypeLike | None = None,
+    nu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Momentum divided by the root of an Adam-style second moment.
 
@@ -96,6 +153,7 @@ def scale_by_second_moment(
       nesterov: use ``b1 M + (1 - b1) G`` in place of M; V is unchanged.
       bias_correction: divide M by ``1 - b1^t`` (with nesterov ``1 - b1^(t+1)``, the sum
         of its weights) and V by ``1 - b2^t``.
+      eps_root: added to V under the root, after its correction; None: nothing.
       mu_dtype: dtype in which M is stored; None: the parameters'.
       nu_dtype: dtype in which V is stored; None: float32, also for 16-bit parameters (a
         16-bit V stops moving once its steps fall under half a unit in the last place);
@@ -132,7 +190,15 @@ def scale_by_second_moment(
             name: str, g: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
             return _first_and_second(
-                g, mu, nu, scales, b1=b1, b2=b2, eps=eps, nesterov=nesterov
+                g,
+                mu,
+                nu,
+                scales,
+                b1=b1,
+                b2=b2,
+                eps=eps,
+                eps_root=eps_root,
+                nesterov=nesterov,
             )
 
         updates, mu, nu = trees.map_leaves(leaf, updates, state.mu, state.nu)
@@ -160,12 +226,14 @@ def _first_and_second(
     b1: Any,
     b2: Any,
     eps: Any,
+    eps_root: Any,
     nesterov: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The update of a leaf and its new moments."""
     m, numerator = momentum_step(g, mu, b1, nesterov)
     v = average(nu, square(g), b2)
-    root = roots.sqrt(scaled(v, scales[1]))
+    v_hat = scaled(v, scales[1])
+    root = roots.sqrt(v_hat if eps_root is None else v_hat + eps_root)
     update = roots.divide(scaled(numerator, scales[0]), divisor(root, eps))
     return (
         dtypes.narrow(update, g.dtype),
@@ -180,8 +248,9 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
     A complex leaf takes a complex dtype only, and ignores a real one.
 
     Raises:
-      TypeError: a complex dtype for a leaf that is real.
+      TypeError: a complex dtype for a leaf that is real, or a leaf that is no array.
     """
+    trees.require_arrays(params)
     given = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 
     def leaf(path: Any, p: Any) -> jax.Array:

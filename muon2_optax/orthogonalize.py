@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.typing import DTypeLike
 
 from muon2_optax import dtypes
 from muon2_optax.axes import MatrixAxes
@@ -11,16 +12,17 @@ from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules import coefficients
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings, checked
 from muon2_optax.static_arguments import check_static
 
 
 def newton_schulz(
     x: jax.Array,
-    ns_steps: int = 3,
-    ns_coeffs: Any = "keller",
+    ns_steps: int | jax.Array = 3,
+    ns_coeffs: NSCoeffs = "keller",
     *,
-    ns_dtype: Any = None,
+    ns_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Approximate polar factor of every matrix of a stack.
 
@@ -57,9 +59,9 @@ def newton_schulz(
 
 def newton_schulz_orthogonalize(
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
+    ns_coeffs: NSCoeffs = "keller",
     *,
-    ns_dtype: Any = None,
+    ns_dtype: DTypeLike | None = None,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
 ) -> optax.GradientTransformation:

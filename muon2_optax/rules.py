@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from muon2_optax import trees
-from muon2_optax.axes import MatrixAxes, ResolvedAxes
+from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.routing import doubts, names, report
 from muon2_optax.routing.binding import IN_OUT, RANK_2, rules_of_tree
 from muon2_optax.routing.dimension_numbers import patterns_from
@@ -56,7 +56,7 @@ class MatrixRules:
     ...                      (r"experts/", MatrixAxes(-2, -1))))
     """
 
-    patterns: tuple[tuple[str, MatrixAxes | None], ...] = ()
+    patterns: Sequence[tuple[str, MatrixAxes | None]] = ()
     strict: bool = False
     by_name: bool = True
     leaves: tuple[LeafRule, ...] = ()
@@ -217,7 +217,9 @@ class MatrixRules:
                 + doubts.text_of(cases, [v.path for v in verdicts], most=len(cases))
             )
 
-    def describe(self, params: optax.Params, shape_scale: str = "spectral") -> str:
+    def describe(
+        self, params: optax.Params, shape_scale: ShapeScale = "spectral"
+    ) -> str:
         """A table of what happens to each leaf, and why.
 
         One row for each leaf, or in large trees for all whose paths differ in numbers

@@ -10,15 +10,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
-from muon2_optax.axes import SHAPE_SCALES, ResolvedAxes, shape_factors
+from muon2_optax.arguments import check_arguments
+from muon2_optax.axes import (
+    ResolvedAxes,
+    ShapeScale,
+    check_shape_scale,
+    shape_factors,
+)
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 
 def scale_by_shape(
-    kind: str = "spectral", *, rules: MatrixRules | None = None
+    kind: ShapeScale = "spectral", *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformation:
     """Multiplies each matrix by a factor of its fan-in and fan-out.
 
@@ -30,7 +37,14 @@ def scale_by_shape(
         - ``"keller"``: sqrt(max(1, fan_out / fan_in)), Keller Jordan's Muon,
         - ``"match_rms"``: 0.2 sqrt(max(fan_in, fan_out)), the RMS of an AdamW update
           (Liu et al. 2025, "Muon is scalable for LLM training"),
-        - ``"none"``: 1.
+        - ``MatchRMS(rms)``: the same with another number in place of 0.2,
+        - ``"none"``: 1,
+        - a function of (fan_in, fan_out). (``optax.inject_hyperparams`` calls functions
+          as schedules: name the argument in its ``static_args``.)
+
+        Elsewhere (Emerging-Optimizers, Megatron) ``"spectral"`` is sqrt(max(fan_in,
+        fan_out)), which is ``MatchRMS(1.0)`` here. No spectral norm is taken: to divide
+        by it before Newton-Schulz is ``Schedule(..., normalization=Spectral())``.
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
     Returns:
@@ -40,8 +54,7 @@ def scale_by_shape(
       ValueError: an unknown kind; on update, a leaf that is not a matrix.
     """
     rules = rules_or_default(rules)
-    if not isinstance(kind, str) or kind not in SHAPE_SCALES:
-        raise ValueError(f"unknown shape scale {kind!r}; known: {sorted(SHAPE_SCALES)}")
+    check_shape_scale(kind)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params
@@ -66,8 +79,13 @@ class OutputSecondMomentState(NamedTuple):
     nu: optax.Updates
 
 
+@check_arguments
 def scale_by_output_second_moment(
-    b2: float = 0.95, eps: float = 1e-8, *, eps_root: float = 0.0, nu_dtype: Any = None
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    *,
+    eps_root: ArrayLike = 0.0,
+    nu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Divides by the root of the average square of each entry (AdaMuon).
 
@@ -106,11 +124,12 @@ def scale_by_output_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+@check_arguments
 def scale_by_neuron_second_moment(
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
-    eps_root: float = 0.0,
+    eps_root: ArrayLike = 0.0,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
     """Divides by the root of the average square of each output's weights (NorMuon).
@@ -119,7 +138,9 @@ def scale_by_neuron_second_moment(
     axes: one number per output neuron of each matrix.
 
     Args:
-      b2, eps, eps_root: as there.
+      b2: decay rate.
+      eps: added to the root.
+      eps_root: added under the root.
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
     Returns:
@@ -159,9 +180,10 @@ def scale_by_neuron_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+@check_arguments
 def keep_norm(
     inner: optax.GradientTransformation,
-    eps: float = 1e-10,
+    eps: ArrayLike = 1e-10,
     *,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -188,8 +210,50 @@ def keep_norm(
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
+def scale_by_dual_norm(
+    inner: optax.GradientTransformation, *, rules: MatrixRules | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Runs ``inner``, then multiplies each matrix by its product with what it was.
+
+    With M before and O after ``inner``, which orthogonalizes, the update is
+    ``Re(sum(conj(M) * O)) O``. The sum is about the nuclear norm of M, the dual of the
+    spectral norm: the step of steepest descent, whose size follows the gradients'.
+    It has their scale, so rates of plain Muon do not carry over. (``adaptive=True`` of
+    ``optax.contrib.muon``, which takes one sum over a stack of matrices.)
+
+    Args:
+      inner: the transform to wrap; its state is the state.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      The transform. Updates keep their dtype.
+
+    Raises:
+      ValueError: on update, a leaf that is not a matrix under ``rules``.
+
+    References:
+      Bernstein and Newhouse 2024, "Old Optimizer, New Norm", arXiv:2409.20325.
+    """
+    rules = rules_or_default(rules)
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        changed, state = inner.update(updates, state, params, **extra)
+
+        def leaf(name: str, new: jax.Array, old: jax.Array) -> tuple[jax.Array, ...]:
+            axes = require_matrix(rules, name, new)
+            products = (_wide(old).conj() * _wide(new)).real
+            sums = axes.by_block(axes.sums(products, axes.ins + axes.outs))
+            return dtypes.narrow(sums * _wide(new), new.dtype), old
+
+        return trees.map_leaves(leaf, changed, updates)[0], state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+@check_arguments
 def scale_to_rms(
-    rms: float = 0.2, eps: float = 1e-8, *, rules: MatrixRules | None = None
+    rms: ArrayLike = 0.2, eps: ArrayLike = 1e-8, *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformation:
     """Gives each matrix the root mean square ``rms``: 0.2, like an AdamW update's.
 
@@ -210,11 +274,8 @@ def scale_to_rms(
             axes = require_matrix(rules, name, u)
             sides = axes.per_output([math.sqrt(axes.fan_in * n) for n in axes.splits])
             norm = _positive(_norm(u, axes) + eps)
-            return (
-                (rms * jnp.asarray(sides, norm.dtype) / norm * _wide(u)).astype(
-                    u.dtype
-                ),
-            )
+            factor = jnp.asarray(rms * jnp.asarray(sides, norm.dtype) / norm)
+            return ((factor * _wide(u)).astype(u.dtype),)
 
         return trees.map_leaves(leaf, updates)[0]
 

@@ -188,3 +188,26 @@ def _shown(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str:
     # Keys that contain a slash may print like the keys of a deeper tree.
     alike = other is not None and joined == "/".join(other)
     return " under ".join(map(repr, reversed(path))) if alike else shown(joined)
+
+
+def require_arrays(params: Any) -> None:
+    """Refuses parameters with leaves that are no arrays, numbers or shapes.
+
+    Raises:
+      TypeError: it names the first such leaf and says how to filter the model.
+    """
+    if all(map(_is_array, jax.tree.leaves(params))):
+        return
+    for name, x in named_leaves(params):
+        if not is_empty(x) and not _is_array(x):
+            what = "a function" if callable(x) else f"of type {type(x).__name__}"
+            raise TypeError(
+                f"the parameters hold {shown(name)}, which is {what} and no array: give the"
+                " model's arrays only, to init and to update; of an Equinox model,"
+                " eqx.filter(model, eqx.is_array)"
+            )
+
+
+def _is_array(x: Any) -> bool:
+    number = isinstance(x, bool | int | float | complex)
+    return number or (hasattr(x, "shape") and hasattr(x, "dtype"))

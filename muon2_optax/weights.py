@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from muon2_optax import moments, sharding, trees
+from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products, on_sphere
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
@@ -17,7 +19,7 @@ from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
-Radius = float | str | Callable[[int, int], float] | None
+Radius = ArrayLike | Literal["init"] | Callable[[int, int], float] | None
 
 
 class HyperballState(NamedTuple):
@@ -32,6 +34,7 @@ class HyperballState(NamedTuple):
     radius: optax.Updates
 
 
+@check_arguments
 def hyperball(
     learning_rate: optax.ScalarOrSchedule,
     radius: Radius = None,

@@ -1,6 +1,9 @@
 """Which arguments are hyperparameters to ``optax.inject_hyperparams``."""
 
+import ast
 import inspect
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import muon2_optax as m2
 
+ROOT = pathlib.Path(__file__).parents[1]
 TREE = {"kernel": (8, 16), "gain": (16,)}
 # Numbers that select a program, by optimizer, with values other than the defaults.
 STATIC = {name: {"ns_steps": 2} for name in OPTIMIZERS} | {
@@ -56,6 +60,22 @@ def test_dtypes_and_masks_are_named_too():
     names = r"\('ns_steps', 'mu_dtype', 'weight_decay_mask'\)"
     with pytest.raises(TypeError, match=names):
         jax.eval_shape(tx.init, sample(0, TREE))
+
+
+def test_the_faq_names_them_all():
+    """In one sentence: the arguments that a check refuses, and those of functions."""
+    page = (ROOT / "docs/faq.md").read_text()
+    _, answer = page.split("go into `static_args`", 1)
+    sentence = answer.split("\n\n")[1].split(". ")[0]
+    named = set(re.findall(r"`(\w+)`", sentence))
+    refused = set()
+    for module in (ROOT / "muon2_optax").rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if is_call and node.func.id == "check_static":
+                refused |= {keyword.arg for keyword in node.keywords}
+    # Coefficients may be arrays where their number is known.
+    assert named == refused - {"ns_coeffs"} | {"shape_scale", "radius"}
 
 
 @pytest.mark.parametrize(

@@ -245,3 +245,47 @@ def test_what_is_not_known_is_listed_and_can_be_taught():
         rules = MatrixRules.of(model, modules={Own: taught})
     assert rules.resolve("mix", (5, 3)).fan_in == 3
     assert rules.resolve("turned/weight", (6, 4)).fan_in == 6
+
+
+OUT_IN = MatrixRules((("weight$", MatrixAxes(-1, -2)),))
+
+
+class Labelled(eqx.Module):
+    """A model with a leaf that is neither array nor function; callable as a tree."""
+
+    weight: jax.Array
+    unit: str
+
+    def __call__(self, x):
+        return self.weight @ x
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "muon2_h", "dion"])
+def test_models_that_are_not_filtered(optimizer):
+    """The error names the leaf and ``eqx.filter``, in init and in update."""
+    key = jax.random.key(1)
+    mlp = nn.MLP(3, 4, 8, 1, activation=jnp.tanh, key=key)
+    labelled = Labelled(jnp.ones((4, 6)), "volt")
+    tx = m2.REGISTRY[optimizer](0.1, rules=OUT_IN)
+    for model, leaf, what in (
+        (mlp, "activation", "a function"),
+        (labelled, "unit", "of type str"),
+    ):
+        want = rf"'{leaf}', which is {what}.*eqx\.filter\(model, eqx\.is_array\)"
+        with pytest.raises(TypeError, match=want):
+            tx.init(model)
+        arrays = eqx.filter(model, eqx.is_array)
+        state = jax.eval_shape(tx.init, arrays)
+        with pytest.raises(TypeError, match=want):
+            tx.update(arrays, state, model)
+    with pytest.raises(TypeError, match=r"eqx\.filter"):
+        m2.scale_by_momentum().init(mlp)
+
+
+def test_a_filtered_model_may_be_callable():
+    """As a tree, a module with ``__call__`` is no mask and no function to Optax."""
+    model = eqx.filter(Labelled(jnp.ones((4, 6)), "volt"), eqx.is_array)
+    assert callable(model)
+    tx = m2.muon2(0.1, rules=OUT_IN, weight_decay=0.1)
+    updates, _ = tx.update(model, tx.init(model), model)
+    assert updates.weight.shape == (4, 6) and jnp.any(updates.weight != 0)

@@ -1,4 +1,4 @@
-"""The installed package tells mypy and pyright its types (PEP 561)."""
+"""The installed package tells mypy, pyright and pyrefly its types (PEP 561)."""
 
 import importlib.util
 import pathlib
@@ -19,8 +19,21 @@ m2.muon2()
 m2.muon2(0.02, no_such_argument=1)
 m2.MatrixRules(strict="yes")
 m2.no_such_name
+m2.muon2(0.02, shape_scale="match-rms")
+m2.scale_by_shape("kellr")
+m2.muon(0.02, ns_coeffs="kellr")
+m2.muon(0.02, (3.4, -4.8, 2.0))
+m2.muon(None)
+m2.muon_eq(0.02, form="root")
+m2.muon_h(0.02, radius="initial")
+m2.muon_bp(0.02, beta=0.9)
+m2.normuon(0.02, rest=0.1)
 """
-WRONG_LINES = [3, 4, 5, 6]
+# Optax 0.2.8 tells checkers no types: to mypy, its schedules and transformations are
+# Any, and so are learning_rate and rest.
+UNTYPED_LINES = {"mypy": [11, 15], "pyright": [], "pyrefly": []}
+WRONG_LINES = range(3, 16)
+CHECKERS = ["mypy", "pyright", "pyrefly"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +61,10 @@ def checked(checker, folder, program, timeout=600):
     if checker == "mypy":
         options = ["--strict", "--python-executable", python, "--no-pretty"]
         options += ["--cache-dir", str(folder / "cache")]
+    elif checker == "pyrefly":
+        options = ["check", "--python-interpreter-path", python]
+        # As in a project that has a configuration; without one, little is checked.
+        options += ["--preset", "default", "--output-format", "min-text"]
     else:
         options = ["--pythonpath", python]
     return subprocess.run(
@@ -60,7 +77,7 @@ def checked(checker, folder, program, timeout=600):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+@pytest.mark.parametrize("checker", CHECKERS)
 def test_a_users_program(checker, installed):
     program = installed / "user_program.py"
     shutil.copy(PROGRAM, program)
@@ -71,7 +88,7 @@ def test_a_users_program(checker, installed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+@pytest.mark.parametrize("checker", CHECKERS)
 def test_wrong_lines_are_refused(checker, installed):
     """So the annotations are read, and are not all ``Any``."""
     program = installed / "wrong.py"
@@ -79,7 +96,7 @@ def test_wrong_lines_are_refused(checker, installed):
     result = checked(checker, installed, program)
     if checker == "pyright" and "node" in result.stderr and result.returncode > 1:
         pytest.skip("pyright finds no Node.js")
-    for line in WRONG_LINES:
+    for line in set(WRONG_LINES) - set(UNTYPED_LINES[checker]):
         assert f"wrong.py:{line}:" in result.stdout, result.stdout + result.stderr
 
 

@@ -174,7 +174,7 @@ def place(axes: MatrixAxes, rank: int, added: tuple[int, ...]) -> MatrixAxes:
     kept = [axis for axis in range(rank) if axis not in added]
     sides = []
     for side in (axes.in_axis, axes.out_axis):
-        many = side if isinstance(side, tuple) else (side,)
+        many = (side,) if isinstance(side, int) else side
         sides.append(tuple(kept[axis] for axis in many))
     return MatrixAxes(sides[0], sides[1], axes.out_splits)
 

@@ -1,12 +1,15 @@
 """What every optimizer shares: matrices one way, everything else to AdamW."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
@@ -41,24 +44,77 @@ def decayed(
     return optax.GradientTransformation(inner.init, update_fn)
 
 
+# What the arguments for AdamW are where they are not given.
+ADAM_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "adam_learning_rate": None,
+        "adam_b1": 0.9,
+        "adam_b2": 0.999,
+        "adam_eps": 1e-8,
+        "adam_eps_root": None,
+        "adam_weight_decay": 0.0,
+        "adam_h": None,
+    }
+)
+
+
+def _check_rest(rest: Any, **adam: Any) -> None:
+    """Refuses what is no transformation, or comes with arguments for AdamW."""
+    if not (hasattr(rest, "init") and hasattr(rest, "update")):
+        raise TypeError(
+            "rest must be an optax.GradientTransformation, such as optax.adamw(1e-3),"
+            f" or None; got {rest!r}"
+        )
+    # Under optax.inject_hyperparams the defaults arrive as arrays.
+    given = [
+        name
+        for name, value in adam.items()
+        if not isinstance(value, jax.Array) and value != ADAM_DEFAULTS[name]
+    ]
+    if given:
+        raise ValueError(
+            f"{' and '.join(given)} would have no effect: with rest=..., what is not a"
+            " matrix is not trained by AdamW; give these numbers to the"
+            " transformation in rest, and leave them away here"
+        )
+
+
+def _adam_h(
+    adam: Sequence[optax.GradientTransformation],
+    adam_h: str,
+    on_sphere: Callable[..., optax.GradientTransformation],
+    shardings: Shardings | None,
+) -> optax.GradientTransformation:
+    """The chain of AdamW, that ends on the hyperball for leaves that adam_h matches."""
+    tables = MatrixRules(((adam_h, MatrixAxes(-2, -1)), ("", None)))
+    direction, *end = adam
+    ends: dict[Hashable, optax.GradientTransformation] = {
+        MATRIX: on_sphere(rules=tables, shardings=shardings),
+        ADAM: optax.chain(*end),
+    }
+    return optax.chain(direction, optax.partition(ends, tables.labels))
+
+
 def routed(
     matrix: Callable[[MatrixRules], optax.GradientTransformation],
     rules: MatrixRules,
     *,
     learning_rate: optax.ScalarOrSchedule,
     adam_learning_rate: optax.ScalarOrSchedule | None,
-    adam_b1: float,
-    adam_b2: float,
-    adam_eps: float,
-    adam_weight_decay: float,
+    adam_b1: ArrayLike,
+    adam_b2: ArrayLike,
+    adam_eps: ArrayLike,
+    adam_eps_root: ArrayLike | None,
+    adam_weight_decay: optax.ScalarOrSchedule,
+    rest: optax.GradientTransformation | None,
     weight_decay_mask: Any,
     cautious_weight_decay: bool,
-    mu_dtype: Any,
+    mu_dtype: DTypeLike | None,
     shardings: Shardings | None = None,
     adam_h: str | None = None,
     radius: Radius = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.partition`` by the rules, with AdamW for what is not a matrix.
+    """``optax.partition`` by the rules, with AdamW or ``rest`` for what is no matrix.
 
     The rules are bound to the whole tree first (``MatrixRules.bind``). ``matrix`` makes
     the transform of the matrices from the bound rules: inside the partition it sees the
@@ -71,35 +127,51 @@ def routed(
     the rest whose path matches ``adam_h`` follow AdamW's direction on the hyperball,
     with the matrices' learning rate and ``radius``.
     """
-    if adam_learning_rate is None:
-        adam_learning_rate = learning_rate
-    direction = scale_by_second_moment(
-        adam_b1, adam_b2, adam_eps, bias_correction=True, mu_dtype=mu_dtype
-    )
-    decay = decayed(adam_weight_decay, weight_decay_mask, cautious_weight_decay)
-    step = optax.scale_by_learning_rate(adam_learning_rate)
-    if adam_h is None:
-        adam = optax.chain(direction, decay, step)
-    else:
-        tables = MatrixRules(((adam_h, MatrixAxes(-2, -1)), ("", None)))
-        on_sphere = hyperball(learning_rate, radius, rules=tables, shardings=shardings)
-        end = optax.partition(
-            {MATRIX: on_sphere, ADAM: optax.chain(decay, step)}, tables.labels
+    if rest is not None:
+        _check_rest(
+            rest,
+            adam_learning_rate=adam_learning_rate,
+            adam_b1=adam_b1,
+            adam_b2=adam_b2,
+            adam_eps=adam_eps,
+            adam_eps_root=adam_eps_root,
+            adam_weight_decay=adam_weight_decay,
+            adam_h=adam_h,
         )
-        adam = optax.chain(direction, end)
+    else:
+        direction = scale_by_second_moment(
+            adam_b1,
+            adam_b2,
+            adam_eps,
+            eps_root=adam_eps_root,
+            bias_correction=True,
+            mu_dtype=mu_dtype,
+        )
+        rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+        adam = [
+            direction,
+            decayed(adam_weight_decay, weight_decay_mask, cautious_weight_decay),
+            optax.scale_by_learning_rate(rate),
+        ]
+        on_sphere = functools.partial(hyperball, learning_rate, radius)
+        rest = optax.chain(*adam)
+        if adam_h is not None:
+            rest = _adam_h(adam, adam_h, on_sphere, shardings)
 
     # Kept, so that steps outside of jit find what they have compiled again.
     @functools.lru_cache(maxsize=8)
     def partition(rules: MatrixRules) -> optax.GradientTransformationExtraArgs:
-        return optax.partition({MATRIX: matrix(rules), ADAM: adam}, rules.labels)
+        return optax.partition({MATRIX: matrix(rules), ADAM: rest}, rules.labels)
 
     partition(rules)  # arguments that do not fit are errors here, not in init
 
     def init_fn(params: optax.Params) -> Any:
+        trees.require_arrays(params)
         init = partition(rules.bind(params)).init
         return init_in_place(init, params, shardings)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        trees.require_arrays(params)
         inner = partition(rules.bind(updates))
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state

@@ -3,41 +3,49 @@
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax.arguments import check_arguments
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_output_second_moment, scale_to_rms
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
 
+@documented
+@check_arguments
 def adamuon(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
-    rms: float = 0.2,
-    nu_dtype: Any = None,
+    rms: ArrayLike = 0.2,
+    nu_dtype: DTypeLike | None = None,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdaMuon for the matrices, AdamW for the rest.
 
@@ -58,7 +66,8 @@ def adamuon(
       rms: root mean square of the update.
       nu_dtype: dtype of V; None: float32.
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Si et al. 2025, "AdaMuon", arXiv:2507.11005; github.com/Chongjie-Si/AdaMuon.
@@ -100,7 +109,9 @@ def adamuon(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import grouped
-from muon2_optax.axes import ResolvedAxes
+from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.iteration import adjoint, product
 from muon2_optax.matrices import require_matrix, rules_or_default
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -36,13 +39,14 @@ class LowRankState(NamedTuple):
     q: optax.Updates
 
 
+@check_arguments
 def scale_by_low_rank_orthonormal(
-    b1: float = 0.95,
-    eps: float = 1e-8,
+    b1: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
     *,
     rank_fraction: float | None = None,
     seed: int | None = None,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
     """Replaces each matrix by an orthonormal one of rank r, from one power iteration.
@@ -218,31 +222,36 @@ def _power_iteration(
     return update, rest, new_q
 
 
+@documented
+@check_arguments
 def dion(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     rank_fraction: float | None = None,
-    shape_scale: str = "spectral",
+    shape_scale: ShapeScale = "spectral",
     seed: int | None = None,
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Dion for the matrices, AdamW for the rest.
 
     One power iteration of rank r tracks the dominant subspace of the momentum; what the
     rank-r update leaves out stays in the momentum. No Newton-Schulz: it takes one QR
     decomposition of an m x r matrix, in float32 or better. See
-    ``scale_by_low_rank_orthonormal``.
+    ``scale_by_low_rank_orthonormal``. The authors' defaults are learning rate 0.01 and
+    weight decay 0.01.
 
     Args:
       b1: the paper's mu; 1 - b1 of the part just applied leaves the momentum.
@@ -250,8 +259,8 @@ def dion(
       rank_fraction: r as a fraction of the smaller side; None: 1.
       seed: of the first right factor, a normal random matrix; None: 0.
 
-    The others, and the return value, are those of ``muon``; the authors' defaults are
-    learning rate 0.01 and weight decay 0.01.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Ahn et al. 2025, "Dion", arXiv:2504.05295; github.com/microsoft/dion.
@@ -292,7 +301,9 @@ def dion(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

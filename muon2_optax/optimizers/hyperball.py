@@ -3,38 +3,46 @@
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax.arguments import check_arguments
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum, scale_by_second_moment
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.optimizers.muon2_f import factorized_second_moment
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 from muon2_optax.weights import Radius, hyperball
 
 
+@documented
+@check_arguments
 def muon_h(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
+    b1: ArrayLike = 0.95,
     *,
     radius: Radius = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
-    mu_dtype: Any = None,
-    dampening: float | None = None,
+    mu_dtype: DTypeLike | None = None,
+    dampening: ArrayLike | None = None,
     adam_h: str | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,16 +57,15 @@ def muon_h(
     There is neither weight decay nor a shape factor: ``n`` takes any factor away.
 
     Args:
-      learning_rate: length of a step relative to the weights, or a schedule of it; see
-        ``hyperball``.
-      radius: R; None: the norm in ``init``, where no matrix may be zero; see
-        ``hyperball`` for ``"init"``, numbers and functions.
-      adam_h: regular expression of the paths that AdamH trains among those that are no
-        matrices: AdamW's direction on the hyperball, with ``learning_rate`` and without
-        decay. Each must be a table of rank 2, or a stack of tables: ``"lm_head"``.
-      weight_decay_mask, cautious_weight_decay: as in ``muon2``, for AdamW.
+      learning_rate: length of a step relative to the weights, or a schedule of it, of
+        the order of 0.003 to 0.03; see ``hyperball``.
+      weight_decay_mask: tree of bools, or function from parameters to one, as in
+        ``optax.add_decayed_weights``; for AdamW, since matrices have no decay.
+      cautious_weight_decay: in AdamW, decay only entries that the update shrinks as
+        well; see ``add_cautious_weight_decay``.
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Wen et al. 2025, "Fantastic Pretraining Optimizers 2.1: Hyperball Optimization".
@@ -97,7 +104,9 @@ def muon_h(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
@@ -107,28 +116,32 @@ def muon_h(
     )
 
 
+@documented
+@check_arguments
 def muon2_h(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
     radius: Radius = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
+    nu_dtype: DTypeLike | None = None,
     adam_h: str | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -137,8 +150,16 @@ def muon2_h(
     ``muon2``'s direction O, and ``muon_h``'s step ``W = R n(W - learning_rate R n(O))``
     from it.
 
-    Args and returns are those of ``muon2``, without ``shape_scale`` and
-    ``weight_decay``, and those of ``muon_h``: ``radius`` and ``adam_h``.
+    Args:
+      learning_rate: length of a step relative to the weights, or a schedule of it, of
+        the order of 0.003 to 0.03; see ``hyperball``.
+      weight_decay_mask: tree of bools, or function from parameters to one, as in
+        ``optax.add_decayed_weights``; for AdamW, since matrices have no decay.
+      cautious_weight_decay: in AdamW, decay only entries that the update shrinks as
+        well; see ``add_cautious_weight_decay``.
+
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Liu et al. 2026, "Muon^2", arXiv:2604.09967; Wen et al. 2025, "Hyperball
@@ -185,7 +206,9 @@ def muon2_h(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
@@ -195,27 +218,31 @@ def muon2_h(
     )
 
 
+@documented
+@check_arguments
 def muon2_f_h(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
     radius: Radius = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_h: str | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -224,8 +251,16 @@ def muon2_f_h(
     ``muon2_f``'s direction O, and ``muon_h``'s step ``W = R n(W - learning_rate R
     n(O))`` from it.
 
-    Args and returns are those of ``muon2_f``, without ``shape_scale`` and
-    ``weight_decay``, and those of ``muon_h``: ``radius`` and ``adam_h``.
+    Args:
+      learning_rate: length of a step relative to the weights, or a schedule of it, of
+        the order of 0.003 to 0.03; see ``hyperball``.
+      weight_decay_mask: tree of bools, or function from parameters to one, as in
+        ``optax.add_decayed_weights``; for AdamW, since matrices have no decay.
+      cautious_weight_decay: in AdamW, decay only entries that the update shrinks as
+        well; see ``add_cautious_weight_decay``.
+
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Liu et al. 2026, "Muon^2", arXiv:2604.09967; Wen et al. 2025, "Hyperball
@@ -272,7 +307,9 @@ def muon2_f_h(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

@@ -3,42 +3,51 @@
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax.arguments import check_arguments
+from muon2_optax.axes import ShapeScale
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_second_moment
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
 
+@documented
+@check_arguments
 def muon2(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
-    shape_scale: str = "spectral",
+    shape_scale: ShapeScale = "spectral",
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
+    nu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon^2 for the matrices, AdamW for the rest.
 
@@ -51,38 +60,6 @@ def muon2(
 
     The paper gives neither b1, b2 nor eps; these defaults are those of the one public
     run of it (modded-nanogpt pull request 266). Its weight decay is 0.
-
-    Args:
-      learning_rate: step size or schedule, of the order of 0.01 to 0.06.
-      b1: decay rate of the momentum.
-      b2: decay rate of the second moment.
-      eps: added to sqrt(V); see ``scale_by_second_moment``.
-      weight_decay: decoupled, multiplied by the learning rate but not by the shape
-        factor (as in AdamW).
-      ns_steps: Newton-Schulz iterations K; None: 3.
-      ns_coeffs: their coefficients; see ``newton_schulz``.
-      ns_dtype: dtype of their products; None: float16 on GPU, bfloat16 on TPU, float32
-        on CPU.
-      nesterov: use ``b1 M + (1 - b1) G`` in place of M.
-      bias_correction: correct M and V for their start at zero (matters only through
-        eps, since the size of M / sqrt(V) drops out).
-      shape_scale: factor by the matrix's shape; see ``scale_by_shape``.
-      rules: which leaves are matrices, and along which axes; None: ``MatrixRules()``,
-        which sends embeddings, heads, norms, biases and routers to AdamW.
-        ``rules.describe(params)`` shows the outcome.
-      shardings: where the parameters live, on meshes with Auto axes; see
-        ``Shardings``.
-      weight_decay_mask: tree of bools, or function from parameters to one, as in
-        ``optax.add_decayed_weights``; for both groups.
-      cautious_weight_decay: decay only entries that the update shrinks as well, in both
-        groups, as the published codes do; see ``add_cautious_weight_decay``.
-      mu_dtype: dtype of the momenta of both groups; None: the parameters'.
-      nu_dtype: dtype of V; None: float32.
-      adam_learning_rate: step size or schedule of AdamW, None: ``learning_rate``.
-      adam_b1: AdamW's decay rate of the mean.
-      adam_b2: AdamW's decay rate of the square.
-      adam_eps: AdamW's eps.
-      adam_weight_decay: AdamW's weight decay.
 
     Returns:
       The optimizer. Updates have the gradients' dtypes.
@@ -133,7 +110,9 @@ def muon2(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

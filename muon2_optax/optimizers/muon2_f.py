@@ -5,16 +5,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
+from muon2_optax.axes import ShapeScale
 from muon2_optax.execution import factored_moment
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
@@ -32,14 +37,15 @@ class FactorizedSecondMomentState(NamedTuple):
     nu_col: optax.Updates
 
 
+@check_arguments
 def factorized_second_moment(
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
     *,
     nesterov: bool = False,
     bias_correction: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
 ) -> optax.GradientTransformation:
@@ -57,8 +63,14 @@ def factorized_second_moment(
     for itself. V-hat is 0 while no gradient has been seen.
 
     Args:
-      b1, b2, eps, nesterov, bias_correction, mu_dtype: as in
+      b1: decay rate of the momentum M.
+      b2: decay rate of r and c.
+      eps: added to sqrt(V-hat), which is held above 1e-19 (in float32) as in
         ``scale_by_second_moment``.
+      nesterov: use ``b1 M + (1 - b1) G`` in place of M; r and c are unchanged.
+      bias_correction: divide M by ``1 - b1^t`` (with nesterov ``1 - b1^(t+1)``) and
+        V-hat by ``1 - b2^t``.
+      mu_dtype: dtype in which M is stored; None: the parameters'.
       rules: which axes form the matrices; None: ``MatrixRules()``.
       shardings: where the parameters live, as in ``newton_schulz_orthogonalize``. Only
         the speed depends on it.
@@ -139,29 +151,33 @@ def _divided(
     return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
 
 
+@documented
+@check_arguments
 def muon2_f(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
-    shape_scale: str = "spectral",
+    shape_scale: ShapeScale = "spectral",
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon^2-F for the matrices, AdamW for the rest: Muon^2 at Muon's memory.
 
@@ -172,8 +188,11 @@ def muon2_f(
         O = NewtonSchulz(M / (sqrt(r c^T / mean(r)) + eps), K)
         W = W - learning_rate * (sqrt(fan_out / fan_in) * O + weight_decay * W)
 
-    Args and returns are those of ``muon2``, without ``nu_dtype``: the row and column
-    statistics are float32 (float64 for float64 parameters) and need no saving.
+    There is no ``nu_dtype``: the row and column statistics are float32 (float64 for
+    float64 parameters) and need no saving.
+
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Liu et al. 2026, "Muon^2", arXiv:2604.09967.
@@ -221,7 +240,9 @@ def muon2_f(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

@@ -6,16 +6,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax.axes import MatrixAxes, ResolvedAxes
+from muon2_optax.arguments import check_arguments
+from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.static_arguments import check_static
 
 # Every leaf that a block transform sees is a stack of blocks.
@@ -33,7 +37,7 @@ class PeriodicState(NamedTuple):
 def periodically(
     seldom: optax.GradientTransformation,
     often: optax.GradientTransformation,
-    period: int,
+    period: ArrayLike,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs ``seldom`` on steps 0, period, 2 period, ..., ``often`` on the others.
 
@@ -85,7 +89,7 @@ def _whole_steps(period: Any) -> Any:
 
 def in_blocks(
     make: Callable[[MatrixRules], optax.GradientTransformation],
-    grid: tuple[int, int],
+    grid: Sequence[int],
     *,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
@@ -100,6 +104,7 @@ def in_blocks(
     rules = rules_or_default(rules)
     if len(grid) != 2 or min(grid) < 1:
         raise ValueError(f"block_grid must be two positive numbers, got {grid}")
+    along_inputs, along_outputs = grid
     inner = make(_BLOCK_RULES)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
@@ -108,7 +113,7 @@ def in_blocks(
         _, axes, leaves, _, rebuild = flatten_matrices(rules, updates)
 
         def on_grid(_: Any, *xs: jax.Array) -> list[jax.Array]:
-            return _on_grid(xs, axes, grid, inner)
+            return _on_grid(xs, axes, (along_inputs, along_outputs), inner)
 
         return rebuild(dispatch.with_automatic_axes(on_grid, leaves))[0]
 
@@ -146,28 +151,32 @@ def _join(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[..., : shape[-2], : shape[-1]]
 
 
+@documented
+@check_arguments
 def muon_bp(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
-    period: int | None = None,
-    block_grid: tuple[int, int] = (1, 4),
-    block_scale: float = 1.0,
+    period: ArrayLike | None = None,
+    block_grid: Sequence[int] = (1, 4),
+    block_scale: ArrayLike = 1.0,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
-    shape_scale: str = "match_rms",
+    shape_scale: ShapeScale = "match_rms",
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonBP for the matrices, AdamW for the rest.
 
@@ -181,10 +190,10 @@ def muon_bp(
       block_grid: number of blocks along (inputs, outputs); sides that do not divide are
         padded with zeros.
       block_scale: learning rate of the block steps as a multiple of the full steps';
-      the
-        best lies between 1 / sqrt(number of blocks) and 1.
+        the best lies between 1 / sqrt(number of blocks) and 1.
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Khaled et al. 2025, "MuonBP", arXiv:2510.16981 (no published code).
@@ -229,7 +238,9 @@ def muon_bp(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,
@@ -249,7 +260,11 @@ def _scaled(
 
 
 def _orthogonalized(
-    rules: MatrixRules, ns_steps: int, ns_coeffs: Any, ns_dtype: Any, shape_scale: str
+    rules: MatrixRules,
+    ns_steps: int,
+    ns_coeffs: NSCoeffs,
+    ns_dtype: DTypeLike | None,
+    shape_scale: ShapeScale,
 ) -> optax.GradientTransformation:
     return optax.chain(
         newton_schulz_orthogonalize(

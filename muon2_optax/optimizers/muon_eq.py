@@ -1,30 +1,35 @@
 """MuonEq: rows and columns of the momentum are equalized before Newton-Schulz."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, roots, trees
-from muon2_optax.axes import ResolvedAxes
+from muon2_optax.arguments import check_arguments
+from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
+Form = Literal["roots", "sweeps"]
 FORMS = ("roots", "sweeps")
 # The second form's number of sweeps, and how far one of them scales a row or a column.
 SWEEPS, LARGEST = 2, 4.0
 
 
 def equilibrate(
-    form: str = "roots", *, rules: MatrixRules | None = None
+    form: Form = "roots", *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformation:
     """Scales the rows and the columns of each matrix towards equal sizes.
 
@@ -130,27 +135,31 @@ def _positive(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 1, x)
 
 
+@documented
+@check_arguments
 def muon_eq(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
-    form: str = "roots",
+    form: Form = "roots",
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
-    shape_scale: str = "keller",
+    shape_scale: ShapeScale = "keller",
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonEq for the matrices, AdamW for the rest.
 
@@ -163,9 +172,11 @@ def muon_eq(
         W = W - learning_rate * (sqrt(max(1, fan_out / fan_in)) * O + weight_decay * W)
 
     Args:
-      form: how rows and columns are equalized; see ``equilibrate``.
+      form: how rows and columns are equalized, ``"roots"`` or ``"sweeps"``; see
+        ``equilibrate``.
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       "MuonEq", arXiv:2603.28254.
@@ -205,7 +216,9 @@ def muon_eq(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

@@ -3,40 +3,49 @@
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax.arguments import check_arguments
+from muon2_optax.axes import ShapeScale
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import keep_norm, scale_by_neuron_second_moment, scale_by_shape
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 from muon2_optax.static_arguments import check_static
 
 
+@documented
+@check_arguments
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    b2: float = 0.95,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-10,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "keller",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "keller",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
-    shape_scale: str = "keller",
+    shape_scale: ShapeScale = "keller",
     rules: MatrixRules | None = None,
     shardings: Shardings | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon for the matrices, AdamW for the rest.
 
@@ -58,7 +67,8 @@ def normuon(
       b2: decay rate of v.
       eps: added to sqrt(v).
 
-    The others, and the return value, are those of ``muon``.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Li et al. 2025, "NorMuon", arXiv:2510.05491; github.com/zichongli5/NorMuon.
@@ -98,7 +108,9 @@ def normuon(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

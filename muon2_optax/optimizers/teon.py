@@ -9,17 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, operands
-from muon2_optax.axes import ResolvedAxes
+from muon2_optax.arguments import check_arguments
+from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
+from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules import coefficients
+from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import locate
 from muon2_optax.static_arguments import check_static
 
@@ -31,9 +35,9 @@ def orthogonalize_jointly(
     joint: str = ATTENTION_INPUTS,
     group_size: int | None = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "polar_express",
+    ns_coeffs: NSCoeffs = "polar_express",
     *,
-    ns_dtype: Any = None,
+    ns_dtype: DTypeLike | None = None,
     rules: MatrixRules | None = None,
 ) -> optax.GradientTransformation:
     """As ``newton_schulz_orthogonalize``, with layers of one kind in groups.
@@ -49,7 +53,10 @@ def orthogonalize_jointly(
       joint: regular expression, searched in the paths, of the leaves to join.
       group_size: matrices in a group; None: 2.
       ns_steps: number of iterations K; None: 5.
-      ns_coeffs, ns_dtype, rules: as in ``newton_schulz_orthogonalize``.
+      ns_coeffs: the coefficients, as in ``newton_schulz``.
+      ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
+        bfloat16 on TPU, float32 on CPU.
+      rules: which axes form the matrices; None: ``MatrixRules()``.
 
     References:
       Zhang et al. 2026, "TEON", arXiv:2601.23261.
@@ -140,27 +147,31 @@ def _unpooled(
     return [list(leaf) for leaf in zip(*columns)]
 
 
+@documented
+@check_arguments
 def teon(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    weight_decay: float = 0.0,
+    b1: ArrayLike = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     joint: str = ATTENTION_INPUTS,
     group_size: int | None = None,
     ns_steps: int | None = None,
-    ns_coeffs: Any = "polar_express",
-    ns_dtype: Any = None,
+    ns_coeffs: NSCoeffs = "polar_express",
+    ns_dtype: DTypeLike | None = None,
     nesterov: bool = True,
-    shape_scale: str = "spectral",
+    shape_scale: ShapeScale = "spectral",
     rules: MatrixRules | None = None,
     weight_decay_mask: Any = None,
     cautious_weight_decay: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.999,
-    adam_eps: float = 1e-8,
-    adam_weight_decay: float = 0.0,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    rest: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """TEON for the matrices, AdamW for the rest.
 
@@ -172,10 +183,11 @@ def teon(
     Args:
       joint: regular expression of the paths that are joined.
       group_size: the paper's K; None: 2.
-      ns_steps: number of Newton-Schulz iterations; None: 5.
+      nesterov: use ``b1 M + (1 - b1) G`` in place of M. The paper does not say; the
+        default is Muon's.
 
-    The others, and the return value, are those of ``muon``. Whether the momentum is
-    Nesterov's is not stated; the default is Muon's.
+    Returns:
+      The optimizer. Updates have the gradients' dtypes.
 
     References:
       Zhang et al. 2026, "TEON", arXiv:2601.23261 (no published code).
@@ -215,7 +227,9 @@ def teon(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_eps_root=adam_eps_root,
         adam_weight_decay=adam_weight_decay,
+        rest=rest,
         weight_decay_mask=weight_decay_mask,
         cautious_weight_decay=cautious_weight_decay,
         mu_dtype=mu_dtype,

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from muon2_optax.axes import shape_factors
+from muon2_optax.axes import ShapeScale, shape_factors
 from muon2_optax.routing.doubts import names_of, text_of
 from muon2_optax.routing.leaves import Verdict
 from muon2_optax.routing.names import pattern_of
@@ -50,7 +50,7 @@ def warn_of(verdicts: Sequence[Verdict]) -> None:
         )
 
 
-def report(verdicts: Sequence[Verdict], shape_scale: str) -> str:
+def report(verdicts: Sequence[Verdict], shape_scale: ShapeScale) -> str:
     """The whole text: doubts, a table, and totals."""
     verdicts = sorted(verdicts, key=lambda v: not v.doubt)
     parts = []
@@ -66,7 +66,7 @@ def report(verdicts: Sequence[Verdict], shape_scale: str) -> str:
     return "\n".join(parts)
 
 
-def _rows(verdicts: Sequence[Verdict], shape_scale: str) -> list[Row]:
+def _rows(verdicts: Sequence[Verdict], shape_scale: ShapeScale) -> list[Row]:
     groups: dict[tuple[object, ...], list[Verdict]] = collections.defaultdict(list)
     for v in verdicts:
         key = v.path if len(verdicts) <= FEW_LEAVES else pattern_of(v.path)
@@ -74,7 +74,7 @@ def _rows(verdicts: Sequence[Verdict], shape_scale: str) -> list[Row]:
     return [_row(alike, shape_scale) for alike in groups.values()]
 
 
-def _row(alike: Sequence[Verdict], shape_scale: str) -> Row:
+def _row(alike: Sequence[Verdict], shape_scale: ShapeScale) -> Row:
     first = alike[0]
     path = _common([v.path for v in alike])
     if len(alike) > 1:

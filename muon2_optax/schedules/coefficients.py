@@ -15,41 +15,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+
+from muon2_optax.schedules.normalizations import AOL as AOL
+from muon2_optax.schedules.normalizations import Frobenius as Frobenius
+from muon2_optax.schedules.normalizations import Normalization as Normalization
+from muon2_optax.schedules.normalizations import Schatten as Schatten
+from muon2_optax.schedules.normalizations import Spectral as Spectral
 
 Triple = tuple[float, float, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Frobenius:
-    """Divide each matrix by ``max(factor * ||X||_F + eps, floor)``.
-
-    The Frobenius norm bounds the largest singular value, so the result lies in the
-    interval [0, 1] on which the iteration converges. With ``eps`` and ``floor`` at 0
-    (the default) the result does not depend on the size of X; published codes add 1e-7
-    or, as ``torch.optim.Muon``, clamp. A zero matrix stays zero either way.
-    """
-
-    factor: float = 1.0
-    eps: float = 0.0
-    floor: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class AOL:
-    """Scale row i of the wide X by ``(sum_j |X X^H|_ij) ** -0.5``.
-
-    Almost-orthogonal-layer scaling (Prach and Lampert 2022), as Turbo-Muon uses it: it
-    bounds the spectral norm by 1, more tightly than the Frobenius norm, and its Gram
-    matrix serves the first step. It acts on one side only: on the shorter axis, and for
-    a square matrix on the outputs (the last axis), so the result is close to the polar
-    factor of X but biased by the row sizes. ``eps`` bounds the row sums from below, in
-    units of X squared; 0 (the default) makes the result independent of the size of X.
-    """
-
-    eps: float = 0.0
-
-
-Normalization = Frobenius | AOL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +208,8 @@ SCHEDULES: dict[str, Schedule] = {
             ),
         ),
     ),
-    # Converges to the exact polar factor, slowly from small singular values.
+    # Converges to the exact polar factor, slowly from small singular values. What
+    # Emerging-Optimizers and Megatron call "quintic" is "you5".
     "quintic": Schedule(
         ((2.0, -1.5, 0.5),), source="modded-nanogpt pull 266 (twelve steps)"
     ),
@@ -265,8 +240,30 @@ class Plan:
         return self.steps is None
 
 
+ScheduleName = Literal[
+    "keller",
+    "polar_express",
+    "polar_express_nanogpt",
+    "you5",
+    "turbo",
+    "cans",
+    "deepseek_v4",
+    "muon2",
+    "quintic",
+]
+# A name, a schedule, one triple or a table of triples.
+NSCoeffs = (
+    ScheduleName
+    | Schedule
+    | Sequence[ArrayLike]
+    | Sequence[Sequence[ArrayLike]]
+    | np.ndarray
+    | jax.Array
+)
+
+
 def resolve(
-    ns_coeffs: str | Schedule | Sequence[float] | Sequence[Triple] | jax.Array,
+    ns_coeffs: NSCoeffs,
     ns_steps: int | jax.Array,
 ) -> Plan:
     """Turns the public arguments into the steps to run.

@@ -1,4 +1,4 @@
-"""A user's program: every line must run, and pass mypy and pyright in strict mode.
+"""A user's program: every line must run, and pass mypy, pyright and pyrefly.
 
 It is checked against the package as installed, where ``py.typed`` decides whether a
 checker reads its annotations at all (``tests/test_typing.py``, ``.ci/run``).
@@ -6,6 +6,7 @@ checker reads its annotations at all (``tests/test_typing.py``, ``.ci/run``).
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # type: ignore[import-untyped]  # Optax 0.2.8 has no py.typed
 
 import muon2_optax as m2
@@ -33,6 +34,36 @@ def optimizers() -> list[optax.GradientTransformationExtraArgs]:
     ]
 
 
+def numbers_of_all_kinds(rate: jax.Array) -> list[optax.GradientTransformation]:
+    """Floats, whole numbers, NumPy's, arrays and schedules; names, lists and tables."""
+    decay: optax.Schedule = optax.linear_schedule(0.1, 0.0, 100)
+    return [
+        m2.muon(1, b1=np.float32(0.9), weight_decay=decay, adaptive=True),
+        m2.muon(rate, b1=jnp.asarray(0.9), adam_b2=np.asarray(0.99), adam_eps=0),
+        m2.muon2(rate, 0.9, rate, eps=jnp.float32(1e-9), adam_weight_decay=decay),
+        m2.muon2(0.02, ns_steps=2, ns_coeffs=[(3.0, -3.5, 1.2), (2.0, -1.5, 0.5)]),
+        m2.muon2(0.02, ns_coeffs=(2.0, -1.5, 0.5), ns_dtype="float32"),
+        m2.muon2(0.02, ns_coeffs=np.asarray([2.0, -1.5, 0.5]), nu_dtype=jnp.float32),
+        m2.muon2(0.02, ns_coeffs=m2.Schedule(((2.0, -1.5, 0.5),))),
+        m2.muon2_f(0.02, shape_scale=m2.MatchRMS(0.3), mu_dtype=np.dtype("float32")),
+        m2.muon2_f(0.02, shape_scale="match_rms", rest=optax.nadamw(1e-3)),
+        m2.muon_bp(0.02, period=3, block_grid=[2, 2], shape_scale=own_scale),
+        m2.muon_h(0.02, radius="init", dampening=0.0),
+        m2.muon2_h(0.02, radius=2.0),
+        m2.muon_eq(0.02, form="sweeps"),
+        m2.adamuon(0.02, rms=rate),
+        m2.dion(0.02, rank_fraction=0.5),
+    ]
+
+
+def own_scale(fan_in: int, fan_out: int) -> float:
+    return fan_out / fan_in
+
+
+def rules_from_lists() -> m2.MatrixRules:
+    return m2.MatrixRules([("kernel", m2.MatrixAxes([0], [1])), ("bias", None)])
+
+
 def by_hand(rules: m2.MatrixRules) -> optax.GradientTransformation:
     return optax.chain(
         m2.scale_by_second_moment(b1=0.95, b2=0.95),
@@ -51,6 +82,8 @@ def main() -> None:
     rules = m2.MatrixRules()
     table: str = rules.describe(params)
     assert "kernel" in table
+    assert len(numbers_of_all_kinds(jnp.asarray(0.1))) == 15
+    assert rules_from_lists().resolve("kernel", (4, 6)) is not None
     for tx in optimizers():
         state = tx.init(params)
         updates, state = tx.update(params, state, params)

@@ -1,0 +1,150 @@
+"""The arguments that optimizers share, described once.
+
+Each optimizer's docstring describes the arguments that are its own, or that mean
+something of their own there; ``documented`` adds the others from ``SHARED``, in the
+order of the signature. What neither describes is an error of the import.
+"""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from muon2_optax.optimizers._steps import NS_STEPS
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SHARED = {
+    "learning_rate": "step size or schedule, of the order of 0.01 to 0.06.",
+    "b1": "decay rate of the momentum M.",
+    "b2": "decay rate of the second moment.",
+    "eps": "added to the root of the second moment; see ``scale_by_second_moment``.",
+    "weight_decay": (
+        "rate or schedule, decoupled: multiplied by the learning rate but not by the"
+        " shape factor (as in AdamW)."
+    ),
+    "ns_steps": "number of Newton-Schulz iterations K; None: {steps}.",
+    "ns_coeffs": (
+        "their coefficients: a name in ``SCHEDULES``, a ``Schedule``, a triple or a"
+        " (K, 3) table. A ``Schedule`` also says how the input is normalized, which"
+        ' Optax calls preconditioning. ``"quintic"`` is the one triple (2, -1.5, 0.5);'
+        " elsewhere (Emerging-Optimizers, Megatron) the name stands for five triples,"
+        ' which are ``"you5"`` here.'
+    ),
+    "ns_dtype": (
+        "dtype of their products; None: float16 on GPU, bfloat16 on TPU, float32 on"
+        " CPU."
+    ),
+    "nesterov": "use ``b1 M + (1 - b1) G`` in place of M.",
+    "bias_correction": (
+        "correct the moments for their start at zero (matters only through eps, since"
+        " the size of M / sqrt(V) drops out)."
+    ),
+    "shape_scale": (
+        'factor by the matrix\'s shape: ``"spectral"``, sqrt(fan_out / fan_in);'
+        ' ``"keller"``, sqrt(max(1, fan_out / fan_in)); ``"match_rms"`` and'
+        " ``MatchRMS(rms)``, by which updates of all shapes have the root mean square"
+        ' 0.2 or rms; ``"none"``; or a function of (fan_in, fan_out). Elsewhere'
+        ' (Emerging-Optimizers, Megatron) ``"spectral"`` is sqrt(max(fan_in, fan_out)),'
+        " which is ``MatchRMS(1.0)`` here; no spectral norm is taken. See"
+        " ``scale_by_shape``."
+    ),
+    "rules": (
+        "which leaves are matrices, and along which axes; None: ``MatrixRules()``,"
+        " which sends embeddings, heads, norms, biases and routers to AdamW."
+        " ``rules.describe(params)`` shows the outcome."
+    ),
+    "shardings": (
+        "where the parameters live, on meshes with Auto axes; see ``Shardings``."
+    ),
+    "weight_decay_mask": (
+        "tree of bools, or function from parameters to one, as in"
+        " ``optax.add_decayed_weights``; for the matrices and for AdamW."
+    ),
+    "cautious_weight_decay": (
+        "decay only entries that the update shrinks as well, among the matrices and in"
+        " AdamW, as the published codes do; see ``add_cautious_weight_decay``."
+    ),
+    "mu_dtype": (
+        "dtype in which the momenta of matrices and of AdamW are stored; None: the"
+        " parameters'."
+    ),
+    "nu_dtype": "dtype in which V is stored; None: float32.",
+    "dampening": (
+        "``M = b1 M + (1 - dampening) G``. None: b1, a moving average; 0: the"
+        " heavy-ball sum, which differs by a factor."
+    ),
+    "radius": (
+        "R. None: the norm in ``init``, where no matrix may be zero; see ``hyperball``"
+        ' for ``"init"``, numbers and functions of (fan_in, fan_out).'
+    ),
+    "adam_h": (
+        "regular expression of the paths that AdamH trains among those that are no"
+        " matrices: AdamW's direction on the hyperball, with ``learning_rate`` and"
+        " without decay. Each must be a table of rank 2, or a stack of tables:"
+        ' ``"lm_head"``. None: none.'
+    ),
+    "adam_learning_rate": (
+        "step size or schedule of AdamW, which trains what is not a matrix; None:"
+        " ``learning_rate``."
+    ),
+    "adam_b1": "AdamW's decay rate of the mean.",
+    "adam_b2": "AdamW's decay rate of the square.",
+    "adam_eps": "added to the root of AdamW's second moment.",
+    "adam_eps_root": "added under that root; None: nothing.",
+    "adam_weight_decay": "AdamW's weight decay, a rate or a schedule.",
+    "rest": (
+        "transformation of what is not a matrix, in place of AdamW: complete, with a"
+        " learning rate of its own, as ``optax.nadamw(1e-3)``. The arguments for AdamW"
+        " cannot be given beside it. None: AdamW."
+    ),
+}
+
+
+def documented(factory: Callable[P, R]) -> Callable[P, R]:
+    """``factory``, its docstring complete.
+
+    Raises:
+      KeyError: an argument that neither the docstring nor ``SHARED`` describes.
+    """
+    if factory.__doc__ is None:  # python -OO
+        return factory
+    before, own, after = _sections(inspect.cleandoc(factory.__doc__))
+    steps = str(NS_STEPS.get(factory.__name__, ""))
+    entries = []
+    for name in inspect.signature(factory).parameters:
+        if name in own:
+            entries.append(own[name])
+            continue
+        text = f"{name}: {SHARED[name].replace('{steps}', steps)}"
+        entries.append(
+            textwrap.fill(
+                text,
+                80,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    factory.__doc__ = "\n".join([before, "Args:", *entries, "", after])
+    return factory
+
+
+def _sections(doc: str) -> tuple[str, dict[str, str], str]:
+    """What stands before Args, the entries there by name, and what stands after."""
+    start = re.search(r"^(Args|Returns):$", doc, re.M)
+    if start is None:
+        raise ValueError(f"no Args and no Returns in {doc!r}")
+    before, rest = doc[: start.start()], doc[start.start() :]
+    if start.group() == "Returns:":
+        return before.rstrip() + "\n", {}, rest
+    end = re.search(r"\n\n(?=\S)", rest)
+    if end is None:
+        raise ValueError(f"nothing stands after Args in {doc!r}")
+    args, after = rest[len("Args:\n") : end.start()], rest[end.end() :]
+    entries = re.split(r"\n(?=  \w)", args)
+    before = before.rstrip() + "\n"
+    return before, {e.strip().split(":")[0]: e for e in entries}, after

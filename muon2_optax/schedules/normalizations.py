@@ -1,0 +1,65 @@
+"""What may be done to a matrix before the first Newton-Schulz step.
+
+The iteration needs singular values in [0, 1], and fewer steps the nearer they are to 1.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Frobenius:
+    """Divide each matrix by ``max(factor * ||X||_F + eps, floor)``.
+
+    The Frobenius norm bounds the largest singular value, so the result lies in the
+    interval [0, 1] on which the iteration converges. With ``eps`` and ``floor`` at 0
+    (the default) the result does not depend on the size of X; published codes add 1e-7
+    or, as ``torch.optim.Muon``, clamp. A zero matrix stays zero either way.
+    """
+
+    factor: float = 1.0
+    eps: float = 0.0
+    floor: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AOL:
+    """Scale row i of the wide X by ``(sum_j |X X^H|_ij) ** -0.5``.
+
+    Almost-orthogonal-layer scaling (Prach and Lampert 2022), as Turbo-Muon uses it: it
+    bounds the spectral norm by 1, more tightly than the Frobenius norm, and its Gram
+    matrix serves the first step. It acts on one side only: on the shorter axis, and for
+    a square matrix on the outputs (the last axis), so the result is close to the polar
+    factor of X but biased by the row sizes. ``eps`` bounds the row sums from below, in
+    units of X squared; 0 (the default) makes the result independent of the size of X.
+    """
+
+    eps: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Schatten:
+    """Divide each matrix by its Schatten 4-norm, ``||X X^H||_F ** 0.5``.
+
+    The fourth root of the sum of the singular values' fourth powers (Grishina et al.
+    2025, arXiv:2506.10935). It lies between the spectral and the Frobenius norm, so the
+    result lies in [0, 1], nearer to 1, and its Gram matrix serves the first step.
+    ``eps`` bounds the norm of X X^H from below, in units of X squared; 0 (the default)
+    makes the result independent of the size of X.
+    """
+
+    eps: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Spectral:
+    """Divide each matrix by ``||X||_2 + eps``, its largest singular value.
+
+    The tightest of all, and the most expensive: it takes the eigenvalues of every
+    X X^H, in float32 or better. On accelerators that costs more than the iteration
+    that it shortens.
+    """
+
+    eps: float = 0.0
+
+
+Normalization = Frobenius | AOL | Schatten | Spectral

@@ -1,0 +1,124 @@
+"""Arguments that cannot be meant are refused where they are given, in one sentence."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import OPTIMIZERS, sample
+
+import muon2_optax as m2
+
+# What needs arguments beside those that are checked.
+NEEDS = {
+    "ema_nesterov": {"tx": optax.sgd(0.1), "beta": 0.5},
+    "keep_norm": {"inner": optax.identity()},
+    "hyperball": {"learning_rate": 0.1},
+}
+TRANSFORMS = [
+    "scale_by_momentum",
+    "scale_by_second_moment",
+    "factorized_second_moment",
+    "scale_by_low_rank_orthonormal",
+    "scale_by_output_second_moment",
+    "scale_by_neuron_second_moment",
+    "scale_to_rms",
+    *NEEDS,
+]
+DECAYS = {"b1", "b2", "adam_b1", "adam_b2", "decay"}
+EPS = {"eps", "eps_root", "adam_eps", "adam_eps_root"}
+
+
+def factories():
+    for name in OPTIMIZERS:
+        yield m2.REGISTRY[name], {"learning_rate": 0.1}
+    for name in TRANSFORMS:
+        yield getattr(m2, name), NEEDS.get(name, {})
+
+
+def have(names):
+    """Every factory with each of the arguments that it has."""
+    return [
+        pytest.param(factory, needs, name, id=f"{factory.__name__}-{name}")
+        for factory, needs in factories()
+        for name in inspect.signature(factory).parameters
+        if name in names
+    ]
+
+
+def one_sentence(error):
+    text = str(error.value)
+    return ". " not in text and "\n" not in text
+
+
+@pytest.mark.parametrize("factory, needs, name", have(DECAYS))
+def test_decay_rates(factory, needs, name):
+    for value in (1.0, 1, -0.1, float("nan"), np.float32(1.5)):
+        with pytest.raises(ValueError, match=rf"^{name} must lie in \[0, 1\)") as error:
+            factory(**needs | {name: value})
+        assert one_sentence(error)
+    with pytest.raises(TypeError, match=f"^{name} must be .*inject_hyperparams"):
+        factory(**needs | {name: optax.constant_schedule(0.5)})
+    factory(**needs | {name: 0})
+    factory(**needs | {name: np.float32(0.5)})
+    factory(**needs | {name: jnp.float32(2.0)})  # an array may be a tracer elsewhere
+
+
+@pytest.mark.parametrize("factory, needs, name", have(EPS))
+def test_eps(factory, needs, name):
+    for value in (-1e-8, float("nan")):
+        with pytest.raises(ValueError, match=f"^{name} must be 0 or more") as error:
+            factory(**needs | {name: value})
+        assert one_sentence(error)
+    factory(**needs | {name: 0.0})
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "hyperball"])
+def test_learning_rate(name):
+    with pytest.raises(ValueError, match="^learning_rate must be .* got None"):
+        getattr(m2, name)(None)
+    with pytest.raises(TypeError, match="missing 1 required positional"):
+        getattr(m2, name)()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_second_argument_of_optax(name):
+    """``optax.contrib.muon(0.02, (3.4, -4.8, 2.0))`` has coefficients there."""
+    for given in ((3.4, -4.8, 2.0), [(2.0, -1.5, 0.5)], "dion"):
+        with pytest.raises(TypeError, match="^b1 must be a number.*ns_coeffs") as error:
+            m2.REGISTRY[name](0.02, given)
+        assert one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ({"beta": 0.9}, "b1"),
+        ({"momentum": 0.9}, "b1"),
+        ({"lr": 0.1}, "learning_rate"),
+        ({"consistent_rms": 0.3}, "MatchRMS"),
+        ({"preconditioning": "schatten"}, "normalization"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_names_of_other_libraries(given, name):
+    (other,) = given
+    for factory in (m2.muon, m2.muon2_f, m2.muon_h, m2.scale_by_momentum):
+        with pytest.raises(TypeError, match=f"no argument {other!r}: give .*{name}"):
+            factory(**given)
+    # Unknown everywhere: Python's own error.
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nesterof'"):
+        m2.muon(0.1, nesterof=True)
+
+
+def test_a_name_that_the_function_has_is_its_own():
+    m2.ema_nesterov(optax.sgd(0.1), beta=0.3)
+
+
+def test_traced_and_scheduled_arguments_pass():
+    tx = optax.inject_hyperparams(m2.muon2)(
+        optax.constant_schedule(0.1), b1=optax.linear_schedule(0.8, 0.9, 10), eps=1e-9
+    )
+    params = sample(0, {"w": (4, 6), "b": (6,)})
+    assert set(tx.init(params).hyperparams) >= {"b1", "b2", "adam_b1", "eps"}

@@ -1,0 +1,84 @@
+"""``help()`` is complete: every argument of every public function is described."""
+
+import inspect
+import re
+import types
+
+import pytest
+
+import muon2_optax as m2
+from muon2_optax.optimizers import _documented
+
+FUNCTIONS = sorted(
+    name
+    for name in m2.__all__
+    if inspect.isfunction(getattr(m2, name)) and name != "REGISTRY"
+)
+
+
+def described(doc):
+    """The names under Args, each with its text, in order."""
+    doc = inspect.cleandoc(doc)
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", doc, re.M | re.S)
+    if section is None:
+        return {}
+    found = {}
+    for entry in re.split(r"\n(?=  [\w*])", "\n" + section.group(1).rstrip()):
+        if ":" in entry:
+            names, text = entry.split(":", 1)
+            found |= {name.strip(" *"): text.strip() for name in names.split(",")}
+    return found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments(name):
+    """In the order of the signature, each with words of its own."""
+    function = getattr(m2, name)
+    found = described(function.__doc__)
+    assert list(found) == list(inspect.signature(function).parameters)
+    for argument, text in found.items():
+        assert len(text) > 1 and not text.startswith(("as in", "as there")), argument
+
+
+@pytest.mark.parametrize("name", m2.REGISTRY)
+def test_optimizers(name):
+    """What they share reads alike, and no line is too long for a terminal."""
+    doc = m2.REGISTRY[name].__doc__
+    assert "Returns:" in doc and "\n\n\n" not in doc and "{" not in doc.split(">>>")[0]
+    assert max(map(len, doc.splitlines())) <= 88
+    found = described(doc)
+    assert "AdamW's decay rate" in found["adam_b1"]
+    if "ns_steps" in found:
+        steps = m2.optimizers.NS_STEPS[name]
+        assert found["ns_steps"].endswith(f"None: {steps}.")
+
+
+def test_an_argument_without_a_description_is_no_import():
+    def new(learning_rate, no_such_argument=1):
+        """New.
+
+        Returns:
+          Nothing.
+        """
+
+    with pytest.raises(KeyError, match="no_such_argument"):
+        _documented.documented(new)
+
+
+def test_names_that_mean_something_else_elsewhere():
+    assert "spectral norm" in described(m2.muon2.__doc__)["shape_scale"]
+    assert "elsewhere" in described(m2.muon2.__doc__)["ns_coeffs"]
+
+
+def test_public_names():
+    """``dir`` shows them and no modules of the inside."""
+    assert sorted(m2.__all__) == sorted(set(m2.__all__))
+    assert set(dir(m2)) >= set(m2.__all__) | {"__version__"}
+    for name in dir(m2):
+        value = getattr(m2, name)
+        if isinstance(value, types.ModuleType):
+            assert name in ("diagnostics", "ready_rules"), name
+        assert name.startswith("__") or name in m2.__all__, name
+    everything = {}
+    exec("from muon2_optax import *", everything)
+    assert set(m2.__all__) <= set(everything)
