@@ -202,8 +202,8 @@ def require_arrays(params: Any) -> None:
         if not is_empty(x) and not _is_array(x):
             what = "a function" if callable(x) else f"of type {type(x).__name__}"
             raise TypeError(
-                f"the parameters hold {shown(name)}, which is {what} and no array: give the"
-                " model's arrays only, to init and to update; of an Equinox model,"
+                f"the parameters hold {shown(name)}, which is {what} and no array: give"
+                " the model's arrays only, to init and to update; of an Equinox model,"
                 " eqx.filter(model, eqx.is_array)"
             )
 
