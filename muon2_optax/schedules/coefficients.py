@@ -60,33 +60,50 @@ class Schedule:
       triples: the (a, b, c) of successive steps.
       take: which triples a run of K steps uses. ``"first"``: the first K, the last
         one repeating beyond the end. ``"last"``: the last K; more than there are is
-        an error, because such a list has no defined continuation.
+        an error, because such a list has no defined continuation. ``"whole"``: all of
+        ``triples``, or all of the one table in ``shorter`` that has K rows; any other
+        K is an error, because each table was made for its own number of steps.
+      shorter: the tables for fewer steps, with ``take="whole"``.
       normalization: what is done to the input before the first step.
       source: paper or repository.
     """
 
     triples: tuple[Triple, ...]
-    take: Literal["first", "last"] = "first"
+    take: Literal["first", "last", "whole"] = "first"
     normalization: Normalization = Frobenius()
     source: str = ""
+    shorter: tuple[tuple[Triple, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        rows = tuple(tuple(float(v) for v in row) for row in self.triples)
-        if not rows or any(len(row) != 3 for row in rows):
+        if self.take not in ("first", "last", "whole"):
             raise ValueError(
-                f"a schedule needs at least one triple (a, b, c), got {self.triples!r}"
+                f"take must be 'first', 'last' or 'whole', got {self.take!r}"
             )
-        if not all(math.isfinite(v) for row in rows for v in row):
-            raise ValueError(f"coefficients must be finite, got {rows}")
-        if self.take not in ("first", "last"):
-            raise ValueError(f"take must be 'first' or 'last', got {self.take!r}")
-        object.__setattr__(self, "triples", rows)
+        if self.shorter and self.take != "whole":
+            raise ValueError(
+                f"shorter tables go with take='whole', not {self.take!r}, which says"
+                " what a shorter run uses"
+            )
+        object.__setattr__(self, "triples", _checked(self.triples))
+        object.__setattr__(self, "shorter", tuple(map(_checked, self.shorter)))
+
+    @property
+    def tables(self) -> dict[int, tuple[Triple, ...]]:
+        """The whole tables by their number of steps."""
+        return {len(t): t for t in (*self.shorter, self.triples)}
 
     def rows(self, steps: int) -> tuple[Triple, ...]:
         """The triples of a run of ``steps`` steps; 0 steps only normalize."""
         if steps < 0:
             raise ValueError(f"ns_steps must be 0 or more, got {steps}")
         have = len(self.triples)
+        if self.take == "whole" and steps:
+            if steps not in self.tables:
+                raise ValueError(
+                    f"ns_steps={steps}, but this schedule has tables for"
+                    f" {sorted(self.tables)} steps only, each fitted as a whole"
+                )
+            return self.tables[steps]
         if self.take == "last":
             if steps > have:
                 raise ValueError(
@@ -95,6 +112,18 @@ class Schedule:
                 )
             return self.triples[have - steps :]
         return tuple(self.triples[min(i, have - 1)] for i in range(steps))
+
+
+def _checked(triples: Any) -> tuple[Any, ...]:
+    """Triples as floats, all finite."""
+    rows = tuple(tuple(float(v) for v in row) for row in triples)
+    if not rows or any(len(row) != 3 for row in rows):
+        raise ValueError(
+            f"a schedule needs at least one triple (a, b, c), got {triples!r}"
+        )
+    if not all(math.isfinite(v) for row in rows for v in row):
+        raise ValueError(f"coefficients must be finite, got {rows}")
+    return rows
 
 
 _POLAR_EXPRESS = (
@@ -254,6 +283,15 @@ def _table_plan(table: Any, ns_steps: Any, steps: int | None) -> Plan:
 
 def _traced_plan(schedule: Schedule, ns_steps: jax.Array) -> Plan:
     table = jnp.asarray(schedule.triples)
+    if schedule.take == "whole":
+        # The longest table with at most K rows, else the start of the shortest. Beyond
+        # the longest nothing is run: what a table ends with is not made to be repeated.
+        sizes = sorted(schedule.tables)
+        tables = [schedule.tables[k] for k in sizes]
+        filled = [t + t[-1:] * (sizes[-1] - len(t)) for t in tables]
+        place = jnp.sum(jnp.asarray(sizes) <= ns_steps) - 1
+        table = jnp.asarray(filled)[jnp.clip(place, 0)]
+        ns_steps = jnp.minimum(ns_steps, sizes[-1])
     if schedule.take == "last":
         # Rotated so that step 0 of a run of K finds triple len - K.
         have = len(schedule.triples)

@@ -159,6 +159,8 @@ def _histogram(values: np.ndarray, counts: np.ndarray, blend: float) -> np.ndarr
 def _starts(steps: int) -> list[Any]:
     starts: list[Any] = []
     for schedule in SCHEDULES.values():
+        if schedule.take == "whole":  # results of this fit: it does not go on from them
+            continue
         for rows in (schedule.triples[:steps], schedule.triples[-steps:]):
             rows += rows[-1:] * (steps - len(rows))
             if rows not in starts:

@@ -1,0 +1,197 @@
+"""Which runs the study wants, the most telling first.
+
+A plan is a list of stages. A stage is a function from the results so far to cells: a
+fixed grid, or further seeds where an arm was best, which come once the grid is there.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.evidence.cells import Cell, perplexity_order
+
+Results = Mapping[Cell, Mapping[str, Any]]
+Stage = Callable[[Results], list[Cell]]
+# Tuning sees the first seed alone; the others repeat what it has chosen.
+FIRST_SEED, MORE_SEEDS = 101, (102, 103, 104)
+
+# Treatments: the control and its decay, with the peak rates that are tried.
+HYPERBALL = ("hyperball", 0.0, (0.03, 0.02, 0.045))
+DECAY_1 = ("decay", 0.1, (0.02, 0.03))
+DECAY_3 = ("decay", 0.3, (0.02, 0.03))
+CAUTIOUS = ("cautious", 0.3, (0.02, 0.03))
+NONE = ("none", 0.0, (0.02,))
+TREATMENTS = (HYPERBALL, DECAY_1, DECAY_3, CAUTIOUS, NONE)
+ADAM_TREATMENTS = (
+    ("decay", 0.1, (2e-3, 4e-3, 1e-3)),
+    ("hyperball", 0.0, (1e-2, 5e-3, 2e-2)),
+)
+Treatment = tuple[str, float, tuple[float, ...]]
+
+BASE, OURS = "muon K=5", "muon2_f K=3 fitted"
+FAMILY = ("muon2 K=3 fitted", "muon_eq K=5", "muon K=5 fitted", "muon K=3 fitted")
+
+
+def grid(
+    arms: Iterable[str],
+    treatments: Iterable[Treatment],
+    size: str = "llama_60m",
+    seeds: Sequence[int] = (FIRST_SEED,),
+    steps: int = 0,
+) -> Stage:
+    """Every rate of every treatment, arms next to each other so that pairs are full."""
+    cells = [
+        Cell(size, arm, control, rate, decay, seed, steps)
+        for control, decay, rates in treatments
+        for rate in rates
+        for seed in seeds
+        for arm in arms
+    ]
+    return lambda results: cells
+
+
+def best(
+    results: Results, arm: str, control: str, size: str = "llama_60m", trials: int = 1
+) -> Cell | None:
+    """The best cell of the first seed; None before there are so many trials."""
+    cells = [
+        cell
+        for cell in results
+        if (cell.size, cell.arm, cell.control) == (size, arm, control)
+        and (cell.seed, cell.steps, cell.adam_rate) == (FIRST_SEED, 0, 0)
+    ]
+    if len(cells) < trials:
+        return None
+    return min(cells, key=lambda cell: perplexity_order(results, cell))
+
+
+def repeats(
+    arms: Sequence[str],
+    control: str,
+    trials: int,
+    seeds: Sequence[int],
+    size: str = "llama_60m",
+) -> Stage:
+    """Further seeds of each arm's best cell; if the bests differ, of both for both.
+
+    So every difference is also there at equal rates.
+    """
+
+    def stage(results: Results) -> list[Cell]:
+        found = [best(results, arm, control, size, trials) for arm in arms]
+        if None in found:
+            return []
+        chosen = dict.fromkeys(
+            (cell.rate, cell.decay) for cell in found if cell is not None
+        )
+        return [
+            Cell(size, arm, control, rate, decay, seed)
+            for rate, decay in chosen
+            for seed in seeds
+            for arm in arms
+        ]
+
+    return stage
+
+
+def shorter(
+    arm: str,
+    control: str,
+    trials: int,
+    steps: Sequence[int],
+    seeds: Sequence[int],
+    size: str = "llama_60m",
+) -> Stage:
+    """The best cell trained for fewer steps, with a schedule of that length."""
+
+    def stage(results: Results) -> list[Cell]:
+        cell = best(results, arm, control, size, trials)
+        if cell is None:
+            return []
+        return [
+            dataclasses.replace(cell, seed=seed, steps=n)
+            for n in steps
+            for seed in seeds
+        ]
+
+    return stage
+
+
+ABLATIONS = (
+    "muon2_f K=3",
+    "muon2_f plain",
+    "muon2_f b2=.99",
+    "muon2_f b2=.9",
+    "muon2_f eps=1e-6",
+    "muon2_f eps=1e-15",
+    "muon2_f corrected",
+    "muon2_f K=5 fitted",
+    "muon2_f K=2 fitted",
+    "muon2_f K=4 fitted",
+    "muon2_f K=1",
+    "muon K=3",
+    "muon2 K=5 fitted",
+    "muon2_f K=5",
+    "muon_eq K=3 fitted",
+)
+PAPER = (
+    "adamw",
+    "muon K=5",
+    "polar_express K=5",
+    "turbo K=4",
+    "normuon K=5",
+    "adamuon K=5",
+    "muon2 K=3",
+    "muon2_f K=3",
+)
+BEST_RATE = ("hyperball", 0.0, (0.03,))
+
+PLANS: dict[str, list[Stage]] = {
+    # What the main question needs, then its neighbours.
+    "llama_60m": [
+        grid((BASE, OURS), [HYPERBALL, DECAY_3, DECAY_1, NONE]),
+        repeats((BASE, OURS), "hyperball", 3, (102, 103)),
+        repeats((BASE, OURS), "decay", 4, (102, 103)),
+        shorter(OURS, "hyperball", 3, (525, 455), (101, 102, 103)),
+        grid(FAMILY, [HYPERBALL]),
+        grid((BASE, OURS), [CAUTIOUS]),
+        grid(("adamw",), ADAM_TREATMENTS),
+        grid(ABLATIONS, [BEST_RATE]),
+        grid(FAMILY, [DECAY_3, DECAY_1, NONE, CAUTIOUS]),
+        repeats((BASE, OURS, *FAMILY), "hyperball", 3, (102, 103)),
+        repeats((BASE, OURS, *FAMILY), "hyperball", 3, (104,)),
+        repeats((BASE, OURS), "decay", 4, (104,)),
+        repeats(("muon2_f K=3", "muon K=3"), "none", 1, (102, 103)),
+    ],
+    "gpt_124m": [
+        grid(
+            (BASE, OURS),
+            [("hyperball", 0.0, (0.03,)), ("decay", 0.3, (0.02,))],
+            size="gpt_124m",
+        ),
+        grid(
+            PAPER[1:],
+            [("hyperball", 0.0, (0.02, 0.03)), ("decay", 0.3, (0.02, 0.03))],
+            size="gpt_124m",
+        ),
+        grid(("adamw",), ADAM_TREATMENTS, size="gpt_124m"),
+    ],
+    "moe_16x2": [
+        grid(
+            (BASE, OURS),
+            [("hyperball", 0.0, (0.02, 0.03)), ("decay", 0.3, (0.02, 0.03))],
+            size="moe_16x2",
+        )
+    ],
+    "tiny": [
+        grid((BASE, OURS, "adamw"), [("decay", 0.1, (0.02, 0.03))], size="tiny"),
+        repeats((BASE, OURS), "decay", 2, (102,), size="tiny"),
+        shorter(OURS, "decay", 2, (9,), (101,), size="tiny"),
+    ],
+}
+
+
+def wanted(plan: str, results: Results) -> Iterable[Cell]:
+    """Cells of a plan without a result, in order."""
+    cells = dict.fromkeys(cell for stage in PLANS[plan] for cell in stage(results))
+    return [cell for cell in cells if cell not in results]
