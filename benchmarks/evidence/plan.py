@@ -163,6 +163,8 @@ PLANS: dict[str, list[Stage]] = {
         repeats((BASE, OURS), "decay", 4, (104,)),
         repeats(("muon2_f K=3", "muon K=3"), "none", 1, (102, 103)),
     ],
+    # The rates and decays of the baseline, which need nothing new.
+    "muon_decay": [grid((BASE,), [DECAY_3, DECAY_1, NONE])],
     "gpt_124m": [
         grid(
             (BASE, OURS),
