@@ -7,9 +7,13 @@ published schedules and with fits to parts of the spectra. Takes minutes on a CP
 
 import argparse
 import json
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
+
+# Before NumPy is there: its products here are small, and threads make them wait.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
@@ -20,6 +24,8 @@ from muon2_optax.schedules.coefficients import Triple
 
 FITS = record.RESULTS / "fitted_schedules.json"
 STEPS = (2, 3, 4, 5)
+# The number of steps at which parts of the spectra are fitted alone.
+PARTED = 3
 # Whose spectra each schedule is made for.
 ARMS = {"muon2": ("muon2", "muon2_f"), "muon": ("muon",)}
 PUBLISHED = ("keller", "polar_express", "you5")
@@ -72,7 +78,7 @@ def compare(
     }
     # A schedule made for a part of the spectra, on the others.
     parts = {}
-    for key in ("size", "arm", "step"):
+    for key in ("size", "arm", "step") if steps == PARTED else ():
         for value in dict.fromkeys(e[key] for e in entries):
             part = rows(lambda e, key=key, value=value: e[key] == value)
             rest = rows(lambda e, key=key, value=value: e[key] != value)
