@@ -1,8 +1,8 @@
-"""Fits the named schedules "muon2" and "muon" to spectra of training runs.
+"""Fits schedules, among them the named one "muon2", to spectra of training runs.
 
 ``python -m benchmarks.fit_schedules`` reads what ``benchmarks.evidence.spectra`` wrote,
-prints the tables that ``muon2_optax.schedules.coefficients`` holds, and compares them with the
-published schedules and with fits to parts of the spectra. Takes minutes on a CPU.
+prints the tables (the registry holds those of "muon2"), and compares them with the
+published schedules and with fits to parts of the spectra. Takes a minute on a CPU.
 """
 
 import argparse

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import muon2_optax as m2
 
 B1 = 0.95
+# The schedule of all arms called "fitted".
+FITTED = "muon2"
 ADAM_B1, ADAM_B2, ADAM_EPS = 0.9, 0.95, 1e-8
 
 Transform = optax.GradientTransformation
@@ -45,7 +48,7 @@ class Arm:
     shape_scale: str = "spectral"
 
 
-def _named(moment: str, steps: tuple[int, ...], fit: str) -> dict[str, Arm]:
+def _named(moment: str, steps: tuple[int, ...]) -> dict[str, Arm]:
     prefix = {
         "momentum": "muon",
         "second": "muon2",
@@ -56,18 +59,18 @@ def _named(moment: str, steps: tuple[int, ...], fit: str) -> dict[str, Arm]:
     for k in steps:
         arms[f"{prefix} K={k}"] = Arm(moment, k)
         if k > 1:
-            arms[f"{prefix} K={k} fitted"] = Arm(moment, k, fit)
+            arms[f"{prefix} K={k} fitted"] = Arm(moment, k, FITTED)
     return arms
 
 
-_BASE = Arm("factored", 3, "muon2")
+_BASE = Arm("factored", 3, FITTED)
 
 ARMS: dict[str, Arm] = {
     "adamw": Arm("adam", nesterov=False),
-    **_named("momentum", (1, 2, 3, 4, 5), "muon"),
-    **_named("second", (1, 2, 3, 4, 5), "muon2"),
-    **_named("factored", (1, 2, 3, 4, 5), "muon2"),
-    **_named("equilibrated", (3, 5), "muon2"),
+    **_named("momentum", (1, 2, 3, 4, 5)),
+    **_named("second", (1, 2, 3, 4, 5)),
+    **_named("factored", (1, 2, 3, 4, 5)),
+    **_named("equilibrated", (3, 5)),
     "polar_express K=5": Arm("momentum", 5, "polar_express"),
     "turbo K=4": Arm("momentum", 4, "turbo"),
     "normuon K=5": Arm("momentum", 5, after="neurons"),
@@ -103,7 +106,7 @@ def watch() -> Transform:
     """Hands its input on, and keeps a copy in its state."""
 
     def init_fn(params: Any) -> Watched:
-        return Watched(jax.tree.map(jax.numpy.zeros_like, params))
+        return Watched(jax.tree.map(jnp.zeros_like, params))
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
         del state, params
@@ -112,13 +115,38 @@ def watch() -> Transform:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+def equilibrate() -> Transform:
+    """diag(M M^T)^(-1/4) M diag(M^T M)^(-1/4) of each matrix (..., in, out).
+
+    The stateless rival of Muon^2-F (MuonEq): rows and columns over the square roots of
+    their norms.
+    """
+
+    def leaf(m: jax.Array) -> jax.Array:
+        square = jnp.square(m)
+        rows = jnp.sum(square, axis=-1, keepdims=True)
+        columns = jnp.sum(square, axis=-2, keepdims=True)
+        return m * jax.lax.rsqrt(jnp.sqrt(rows * columns) + 1e-37)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(leaf, updates))
+
+
+def cautious_decay(decay: Any) -> Transform:
+    """Weight decay of the entries that the update makes smaller anyway."""
+
+    def leaf(u: jax.Array, p: jax.Array) -> jax.Array:
+        return u + decay * jnp.where(u * p > 0, p, 0)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(leaf, updates, params))
+
+
 def direction(arm: Arm, rules: m2.MatrixRules, watched: bool = False) -> Transform:
     """From gradients of matrices to the direction of their step."""
     kinds: dict[str, Callable[[], list[Transform]]] = {
         "momentum": lambda: [m2.scale_by_momentum(B1, nesterov=arm.nesterov)],
         "equilibrated": lambda: [
             m2.scale_by_momentum(B1, nesterov=arm.nesterov),
-            m2.equilibrate(rules=rules),
+            equilibrate(),
         ],
         "signs": lambda: [
             m2.scale_by_momentum(B1, nesterov=arm.nesterov),
@@ -172,7 +200,7 @@ def step_size(control: str, rules: m2.MatrixRules, hyper: Hyper) -> list[Transfo
     decays: dict[str, Callable[[], list[Transform]]] = {
         "none": list,
         "decay": lambda: [optax.add_decayed_weights(hyper.decay)],
-        "cautious": lambda: [m2.add_cautious_weight_decay(hyper.decay)],
+        "cautious": lambda: [cautious_decay(hyper.decay)],
     }
     return [*decays[control](), optax.scale_by_learning_rate(hyper.rate)]
 

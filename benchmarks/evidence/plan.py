@@ -19,6 +19,7 @@ FIRST_SEED, MORE_SEEDS = 101, (102, 103, 104)
 HYPERBALL = ("hyperball", 0.0, (0.03, 0.02, 0.045))
 DECAY_1 = ("decay", 0.1, (0.02, 0.03))
 DECAY_3 = ("decay", 0.3, (0.02, 0.03))
+DECAY_6 = ("decay", 0.6, (0.02, 0.03))
 CAUTIOUS = ("cautious", 0.3, (0.02, 0.03))
 NONE = ("none", 0.0, (0.02,))
 TREATMENTS = (HYPERBALL, DECAY_1, DECAY_3, CAUTIOUS, NONE)
@@ -29,7 +30,8 @@ ADAM_TREATMENTS = (
 Treatment = tuple[str, float, tuple[float, ...]]
 
 BASE, OURS = "muon K=5", "muon2_f K=3 fitted"
-FAMILY = ("muon2 K=3 fitted", "muon_eq K=5", "muon K=5 fitted", "muon K=3 fitted")
+# With OURS a ladder: the same orthogonalization of different inputs.
+FAMILY = ("muon2 K=3 fitted", "muon_eq K=3 fitted", "muon K=3 fitted")
 
 
 def grid(
@@ -94,6 +96,24 @@ def repeats(
     return stage
 
 
+def extended(
+    arms: Sequence[str],
+    edge: Treatment,
+    beyond: Treatment,
+    trials: int,
+    size: str = "llama_60m",
+) -> Stage:
+    """More of a treatment for all arms, if one of them was best at the grid's edge."""
+
+    def stage(results: Results) -> list[Cell]:
+        found = [best(results, arm, edge[0], size, trials) for arm in arms]
+        if None in found or all(cell and cell.decay != edge[1] for cell in found):
+            return []
+        return grid(arms, [beyond], size)(results)
+
+    return stage
+
+
 def shorter(
     arm: str,
     control: str,
@@ -117,22 +137,24 @@ def shorter(
     return stage
 
 
+# At the best cell of OURS, each one change away from it or from BASE.
 ABLATIONS = (
     "muon2_f K=3",
     "muon2_f plain",
-    "muon2_f b2=.99",
-    "muon2_f b2=.9",
-    "muon2_f eps=1e-6",
-    "muon2_f eps=1e-15",
-    "muon2_f corrected",
+    "muon K=5 fitted",
     "muon2_f K=5 fitted",
+    "muon2_f b2=.99",
+    "muon2_f eps=1e-6",
     "muon2_f K=2 fitted",
+    "muon2_f corrected",
+    "muon2_f b2=.9",
+    "muon2_f eps=1e-15",
     "muon2_f K=4 fitted",
-    "muon2_f K=1",
+    "muon_eq K=5",
     "muon K=3",
-    "muon2 K=5 fitted",
+    "muon2_f K=1",
     "muon2_f K=5",
-    "muon_eq K=3 fitted",
+    "muon2 K=5 fitted",
 )
 PAPER = (
     "adamw",
@@ -151,20 +173,32 @@ PLANS: dict[str, list[Stage]] = {
     "llama_60m": [
         grid((BASE, OURS), [HYPERBALL, DECAY_3, DECAY_1, NONE]),
         repeats((BASE, OURS), "hyperball", 3, (102, 103)),
-        repeats((BASE, OURS), "decay", 4, (102, 103)),
-        shorter(OURS, "hyperball", 3, (525, 455), (101, 102, 103)),
+        shorter(OURS, "hyperball", 3, (525,), (101, 102, 103)),
+        extended((BASE, OURS), DECAY_3, DECAY_6, 4),
         grid(FAMILY, [HYPERBALL]),
+        repeats((BASE, OURS), "decay", 4, (102, 103)),
+        grid(ABLATIONS[:4], [BEST_RATE]),
+    ],
+    "llama_60m_more": [
+        grid(("adamw",), ADAM_TREATMENTS[:1]),
+        grid(ABLATIONS[4:8], [BEST_RATE]),
+        shorter(OURS, "hyperball", 3, (455,), (101, 102, 103)),
         grid((BASE, OURS), [CAUTIOUS]),
+        grid(ABLATIONS[8:], [BEST_RATE]),
         grid(("adamw",), ADAM_TREATMENTS),
-        grid(ABLATIONS, [BEST_RATE]),
         grid(FAMILY, [DECAY_3, DECAY_1, NONE, CAUTIOUS]),
         repeats((BASE, OURS, *FAMILY), "hyperball", 3, (102, 103)),
-        repeats((BASE, OURS, *FAMILY), "hyperball", 3, (104,)),
+        repeats((BASE, OURS), "hyperball", 3, (104,)),
         repeats((BASE, OURS), "decay", 4, (104,)),
-        repeats(("muon2_f K=3", "muon K=3"), "none", 1, (102, 103)),
     ],
     # The rates and decays of the baseline, which need nothing new.
     "muon_decay": [grid((BASE,), [DECAY_3, DECAY_1, NONE])],
+    # Half of the steps, to see whether the sign is the same.
+    "gpt_124m_sign": [
+        grid((BASE, OURS), [BEST_RATE], "gpt_124m", steps=350),
+        grid((BASE, OURS), [("decay", 0.3, (0.02,))], "gpt_124m", steps=350),
+        grid((BASE, OURS), [BEST_RATE], "gpt_124m", (102,), 350),
+    ],
     "gpt_124m": [
         grid(
             (BASE, OURS),
@@ -186,7 +220,12 @@ PLANS: dict[str, list[Stage]] = {
         )
     ],
     "tiny": [
-        grid((BASE, OURS, "adamw"), [("decay", 0.1, (0.02, 0.03))], size="tiny"),
+        grid(
+            (BASE, OURS, "adamw", "muon_eq K=5"),
+            [("decay", 0.1, (0.02, 0.03)), ("cautious", 0.3, (0.02,))],
+            size="tiny",
+        ),
+        grid((BASE, OURS, "adamw"), [HYPERBALL], size="tiny"),
         repeats((BASE, OURS), "decay", 2, (102,), size="tiny"),
         shorter(OURS, "decay", 2, (9,), (101,), size="tiny"),
     ],

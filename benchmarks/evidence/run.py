@@ -79,8 +79,7 @@ def work(args: argparse.Namespace) -> None:
         if mine is None:
             break
         for cell in todo[: args.ahead]:  # compiled while this one runs
-            if cell.size == mine.size:
-                trainer(cell.size).prepare(cell.arm, cell.control)
+            trainer(cell.size).prepare(cell.arm, cell.control)
         try:
             found = trainer(mine.size).run(mine)
         except Exception:  # the others can still be run

@@ -29,10 +29,16 @@ QUICK_ROWS = 128
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Share of the peak rate: linear warm-up, then a cosine down to a tenth."""
+    """Share of the peak rate: linear warm-up from 0, then a cosine down to a tenth.
+
+    ``optax.warmup_cosine_decay_schedule`` in plain numbers: that one computes on the
+    device, and reading it would wait for the step before.
+    """
     warmup = max(1, round(WARMUP * steps))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, steps, FINAL)
-    return float(schedule(step))
+    if step < warmup:
+        return step / warmup
+    progress = (step - warmup) / (steps - warmup)
+    return FINAL + (1 - FINAL) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Trainer:

@@ -201,6 +201,39 @@ SCHEDULES: dict[str, Schedule] = {
         ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
         source="DeepSeek-V4, as in github.com/AI-Hypercomputer/maxtext pull 4065",
     ),
+    # Made by benchmarks/fit_schedules.py with ``fit_coefficients``: the best mean
+    # cosine similarity to the polar factor over what entered Newton-Schulz in trainings
+    # with Muon^2 and Muon^2-F (all 98 matrices of a LLaMA of 21M and one of 60M
+    # parameters, at 5, 50 and 95 % of 46M tokens; benchmarks/results/spectra.npz). It
+    # serves Muon's momentum as well: a fit of its own gains less than 0.0004.
+    "muon2": Schedule(
+        (
+            (4.1641, -11.8312, 8.41),
+            (4.1563, -11.7714, 8.3795),
+            (4.0808, -11.24, 7.9393),
+            (3.1974, -8.1646, 5.7994),
+            (4.1782, -10.3172, 9.072),
+        ),
+        take="whole",
+        source="this project, benchmarks/fit_schedules.py",
+        shorter=(
+            (
+                (4.1511, -11.73, 8.3453),
+                (5.3655, -15.2873, 11.2218),
+            ),
+            (
+                (4.1675, -11.8621, 8.4571),
+                (3.4857, -9.899, 7.2001),
+                (5.6325, -17.9101, 17.2146),
+            ),
+            (
+                (4.1703, -11.8846, 8.4753),
+                (4.1258, -11.5585, 8.2038),
+                (3.24, -8.6566, 6.233),
+                (4.9515, -14.2718, 13.59),
+            ),
+        ),
+    ),
     # Converges to the exact polar factor, slowly from small singular values.
     "quintic": Schedule(
         ((2.0, -1.5, 0.5),), source="modded-nanogpt pull 266 (twelve steps)"
