@@ -184,15 +184,27 @@ class MatchRMS:
     ``"match_rms"``: the size of AdamW's updates. Optax calls it ``consistent_rms``.
 
     Attributes:
-      rms: the root mean square, per unit of the learning rate.
+      rms: the root mean square, per unit of the learning rate; NumPy's and JAX's
+        numbers become floats.
+
+    Raises:
+      TypeError: rms is traced.
+      ValueError: rms is no positive number.
     """
 
     rms: float = 0.2
 
     def __post_init__(self) -> None:
-        known = isinstance(self.rms, int | float) and 0 < self.rms < math.inf
-        if not known:
+        if isinstance(self.rms, jax.core.Tracer):
+            raise TypeError(
+                "rms of MatchRMS must be known while tracing; multiply the learning"
+                " rate by what varies"
+            )
+        kinds = int | float | np.number | np.ndarray | jax.Array
+        known = isinstance(self.rms, kinds) and not isinstance(self.rms, bool)
+        if not known or np.shape(self.rms) or not 0 < self.rms < math.inf:
             raise ValueError(f"rms must be a positive number, got {self.rms!r}")
+        object.__setattr__(self, "rms", float(self.rms))
 
 
 ShapeScaleName = Literal["spectral", "keller", "match_rms", "none"]
@@ -223,7 +235,7 @@ def check_shape_scale(scale: Any) -> None:
             "the shape scale arrived as an array; under optax.inject_hyperparams, which"
             " calls every function with the step, name its argument in static_args"
         )
-    if isinstance(scale, MatchRMS) or callable(scale):
+    if isinstance(scale, MatchRMS) or (callable(scale) and scale is not MatchRMS):
         return
     if not isinstance(scale, str) or scale not in SHAPE_SCALES:
         raise ValueError(
@@ -238,4 +250,6 @@ def shape_factors(axes: ResolvedAxes, scale: ShapeScale) -> list[float]:
     if isinstance(scale, MatchRMS):
         return [match_rms(axes.fan_in, n, scale.rms) for n in axes.splits]
     of_shape = SHAPE_SCALES[scale] if isinstance(scale, str) else scale
-    return [float(of_shape(axes.fan_in, n)) for n in axes.splits]
+    # A function may compute with jax.numpy, which would trace it.
+    with jax.ensure_compile_time_eval():
+        return [float(of_shape(axes.fan_in, n)) for n in axes.splits]
