@@ -115,17 +115,44 @@ def test_table_of_another_length_than_the_steps(steps):
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="unknown ns_coeffs 'kellr'.*'keller'"):
         resolve("kellr", 3)
+    with pytest.raises(ValueError, match="'standard' is 'keller'.*'dion' is 'you5'"):
+        resolve("standard", 3)
+
+
+def test_a_normalization_belongs_to_a_schedule():
+    with pytest.raises(TypeError, match=r"got Schatten\(.*a schedule takes"):
+        resolve(m2.Schatten(), 3)
+    for given in (m2.Schatten, "schatten", None):
+        with pytest.raises(TypeError, match=r"^normalization must be Frobenius\(\)"):
+            m2.Schedule(ROWS, normalization=given)
+
+
+@pytest.mark.parametrize("kind", [m2.Frobenius, m2.AOL, m2.Schatten, m2.Spectral])
+def test_numbers_of_normalizations(kind):
+    for value in (-1e-7, float("nan"), None, "0"):
+        with pytest.raises(ValueError, match=f"eps of {kind.__name__} must be 0 or"):
+            kind(eps=value)
+    kind(eps=np.float32(1e-7))
 
 
 @pytest.mark.parametrize(
-    "table", [(1.0, 2.0), ((1.0, 2.0),), 3.0, [], np.zeros((2, 2, 3)), np.zeros((3, 4))]
+    "table",
+    [
+        (1.0, 2.0),
+        ((1.0, 2.0),),
+        ((1.0, 2.0, 3.0), (1.0, 2.0)),
+        3.0,
+        [],
+        np.zeros((2, 2, 3)),
+        np.zeros((3, 4)),
+    ],
 )
 def test_tables_of_another_shape(table):
     with pytest.raises(ValueError, match="triple"):
         resolve(table, 3)
 
 
-@pytest.mark.parametrize("steps", [2.0, "3", None])
+@pytest.mark.parametrize("steps", [2.0, "3", None, True])
 def test_steps_must_be_an_integer(steps):
     with pytest.raises(ValueError, match="ns_steps must be an integer"):
         resolve("keller", steps)
@@ -152,6 +179,8 @@ def test_schedule_is_a_checked_value():
         m2.Schedule(())
     with pytest.raises(ValueError, match="triple"):
         m2.Schedule(((1.0, 2.0),))
+    with pytest.raises(ValueError, match=r"a single triple is \(\(a, b, c\),\)"):
+        m2.Schedule((2.0, -1.5, 0.5))
     with pytest.raises(ValueError, match="'first', 'last' or 'whole', got 'middle'"):
         m2.Schedule(ROWS, take="middle")
 

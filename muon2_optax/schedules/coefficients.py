@@ -58,6 +58,11 @@ class Schedule:
                 f"shorter tables go with take='whole', not {self.take!r}, which says"
                 " what a shorter run uses"
             )
+        if not isinstance(self.normalization, Normalization):
+            raise TypeError(
+                "normalization must be Frobenius(), AOL(), Schatten() or Spectral(),"
+                f" got {self.normalization!r}"
+            )
         object.__setattr__(self, "triples", _checked(self.triples))
         object.__setattr__(self, "shorter", tuple(map(_checked, self.shorter)))
 
@@ -90,6 +95,10 @@ class Schedule:
 
 def _checked(triples: Any) -> tuple[Any, ...]:
     """Triples as floats, all finite."""
+    if any(np.ndim(row) == 0 for row in triples):
+        raise ValueError(
+            f"a schedule is a table, a single triple is ((a, b, c),), got {triples!r}"
+        )
     rows = tuple(tuple(float(v) for v in row) for row in triples)
     if not rows or any(len(row) != 3 for row in rows):
         raise ValueError(
@@ -262,6 +271,9 @@ NSCoeffs = (
 )
 
 
+_OF_OPTAX = "; Optax's 'standard' is 'keller' here, and its 'dion' is 'you5'"
+
+
 def resolve(
     ns_coeffs: NSCoeffs,
     ns_steps: int | jax.Array,
@@ -284,6 +296,7 @@ def resolve(
         if ns_coeffs not in SCHEDULES:
             raise ValueError(
                 f"unknown ns_coeffs {ns_coeffs!r}; known names: {sorted(SCHEDULES)}"
+                f"{_OF_OPTAX if ns_coeffs in ('standard', 'dion') else ''}"
             )
         ns_coeffs = SCHEDULES[ns_coeffs]
     if isinstance(ns_coeffs, Schedule):
@@ -295,12 +308,20 @@ def resolve(
 
 def _table_plan(table: Any, ns_steps: Any, steps: int | None) -> Plan:
     traced = isinstance(table, jax.core.Tracer)
-    array = table if traced else np.asarray(table, np.float64)
-    if array.ndim not in (1, 2) or array.shape[-1] != 3:
-        raise ValueError(
-            "ns_coeffs must be a name, a Schedule, a triple (a, b, c) or a (K, 3) table"
-            f"; got an array of shape {array.shape}"
+    wanted = (
+        "ns_coeffs must be a name, a Schedule, a triple (a, b, c) or a (K, 3) table"
+    )
+    if isinstance(table, Normalization):
+        raise TypeError(
+            f"{wanted}; got {table!r}, which a schedule takes:"
+            ' dataclasses.replace(SCHEDULES["keller"], normalization=...)'
         )
+    try:
+        array = table if traced else np.asarray(table, np.float64)
+    except (TypeError, ValueError) as err:
+        raise ValueError(f"{wanted}; got {table!r}") from err
+    if array.ndim not in (1, 2) or array.shape[-1] != 3:
+        raise ValueError(f"{wanted}; got an array of shape {array.shape}")
     single = array.ndim == 1 or array.shape[0] == 1
     rows = array.reshape(-1, 3)
     if steps is None:
@@ -347,6 +368,8 @@ def _static_int(steps: Any) -> int | None:
     if isinstance(steps, jax.core.Tracer):
         return None
     try:
+        if isinstance(steps, bool):
+            raise TypeError("a bool counts nothing")
         return operator.index(steps)
     except TypeError as err:
         raise ValueError(f"ns_steps must be an integer, got {steps!r}") from err

@@ -4,6 +4,20 @@ The iteration needs singular values in [0, 1], and fewer steps the nearer they a
 """
 
 import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+def _check_not_negative(how: Any) -> None:
+    """Refuses numbers of a normalization that are known to be negative, and others."""
+    for field in dataclasses.fields(how):
+        value = getattr(how, field.name)
+        known = isinstance(value, int | float | np.number)
+        if value is None or isinstance(value, str) or (known and not value >= 0):
+            raise ValueError(
+                f"{field.name} of {type(how).__name__} must be 0 or more, got {value!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +34,9 @@ class Frobenius:
     eps: float = 0.0
     floor: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_not_negative(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class AOL:
@@ -35,6 +52,9 @@ class AOL:
 
     eps: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_not_negative(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Schatten:
@@ -49,6 +69,9 @@ class Schatten:
 
     eps: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_not_negative(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Spectral:
@@ -60,6 +83,9 @@ class Spectral:
     """
 
     eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self)
 
 
 Normalization = Frobenius | AOL | Schatten | Spectral
