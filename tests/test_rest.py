@@ -68,7 +68,11 @@ def test_arguments_for_adamw_beside_it_are_named(given):
 
 
 def test_hyperparameters():
-    """Defaults that Optax injects are no arguments of the user's."""
+    """Defaults that Optax injects are no arguments of the user's; None stays None."""
+    for given in ({"adam_learning_rate": lambda step: 0.1}, {"adam_eps_root": 1e-9}):
+        tx = optax.inject_hyperparams(m2.muon2)(0.1, rest=optax.sgd(0.2), **given)
+        with pytest.raises(ValueError, match=f"^{next(iter(given))} would have no"):
+            tx.init(sample(0, SHAPES))
     tx = optax.inject_hyperparams(m2.muon2)(0.1, rest=optax.sgd(0.2))
     params = sample(0, SHAPES)
     got, _ = tx.update(params, tx.init(params), params)
@@ -158,11 +162,23 @@ def test_shape_scales_that_are_no_names(scale, factor):
     assert f"{factor:.4g}" in table
 
 
+def test_numbers_of_numpy_and_jax_in_shape_scales():
+    for rms in (np.float32(0.5), np.asarray(0.5), jnp.float32(0.5)):
+        assert hash(m2.MatchRMS(rms)) == hash(m2.MatchRMS(0.5))
+    tx = m2.scale_by_shape(lambda fan_in, fan_out: jnp.sqrt(fan_in * fan_out))
+    got = jax.jit(lambda x: tx.update(x, optax.EmptyState())[0])(
+        {"w": jnp.ones((8, 2))}
+    )
+    np.testing.assert_allclose(got["w"], 4.0, rtol=1e-6)
+
+
 def test_shape_scales_that_are_none():
-    for rms in (0.0, -1.0, float("nan"), "0.2", None):
+    for rms in (0.0, -1.0, float("nan"), "0.2", None, True, np.ones(2)):
         with pytest.raises(ValueError, match="rms must be a positive number"):
             m2.MatchRMS(rms)
-    for scale in (0.2, None, "match-rms"):
+    with pytest.raises(TypeError, match="known while tracing"):
+        jax.eval_shape(m2.MatchRMS, 0.4)
+    for scale in (0.2, None, "match-rms", m2.MatchRMS):
         with pytest.raises(ValueError, match="MatchRMS"):
             m2.muon(0.1, shape_scale=scale)
     tx = optax.inject_hyperparams(m2.scale_by_shape)(lambda fan_in, fan_out=1: 1.0)

@@ -65,12 +65,14 @@ def _check_rest(rest: Any, **adam: Any) -> None:
             "rest must be an optax.GradientTransformation, such as optax.adamw(1e-3),"
             f" or None; got {rest!r}"
         )
-    # Under optax.inject_hyperparams the defaults arrive as arrays.
-    given = [
-        name
-        for name, value in adam.items()
-        if not isinstance(value, jax.Array) and value != ADAM_DEFAULTS[name]
-    ]
+
+    def is_given(value: Any, default: Any) -> bool:
+        # Under optax.inject_hyperparams defaults other than None arrive as arrays.
+        if isinstance(value, jax.Array):
+            return default is None
+        return bool(value != default)
+
+    given = [name for name, x in adam.items() if is_given(x, ADAM_DEFAULTS[name])]
     if given:
         raise ValueError(
             f"{' and '.join(given)} would have no effect: with rest=..., what is not a"
