@@ -210,6 +210,7 @@ def keep_norm(
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
+@check_arguments
 def scale_by_dual_norm(
     inner: optax.GradientTransformation, *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformationExtraArgs:

@@ -147,6 +147,7 @@ class CautiousWeightDecayState(NamedTuple):
     count: jax.Array
 
 
+@check_arguments
 def add_cautious_weight_decay(
     weight_decay: optax.ScalarOrSchedule = 0.0, mask: Any = None
 ) -> optax.GradientTransformation:

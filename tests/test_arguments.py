@@ -2,6 +2,7 @@
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -63,6 +64,8 @@ def test_decay_rates(factory, needs, name):
     factory(**needs | {name: 0})
     factory(**needs | {name: np.float32(0.5)})
     factory(**needs | {name: jnp.float32(2.0)})  # an array may be a tracer elsewhere
+    with pytest.raises(ValueError, match=rf"^{name} must lie in \[0, 1\)"):
+        factory(**needs | {name: np.asarray(1.25)})  # which NumPy's cannot be
 
 
 @pytest.mark.parametrize("factory, needs, name", have(EPS))
@@ -95,8 +98,13 @@ def test_the_second_argument_of_optax(name):
     "given, name",
     [
         ({"beta": 0.9}, "b1"),
+        ({"betas": (0.9, 0.9)}, "b1"),
         ({"momentum": 0.9}, "b1"),
         ({"lr": 0.1}, "learning_rate"),
+        ({"eps": 1e-7}, "adam_eps.*Frobenius"),
+        ({"mask": None}, "weight_decay_mask"),
+        ({"ns_coefficients": (2.0, -1.5, 0.5)}, "ns_coeffs"),
+        ({"adjust_lr_fn": "original"}, "shape_scale"),
         ({"consistent_rms": 0.3}, "MatchRMS"),
         ({"preconditioning": "schatten"}, "normalization"),
     ],
@@ -104,12 +112,83 @@ def test_the_second_argument_of_optax(name):
 )
 def test_names_of_other_libraries(given, name):
     (other,) = given
-    for factory in (m2.muon, m2.muon2_f, m2.muon_h, m2.scale_by_momentum):
-        with pytest.raises(TypeError, match=f"no argument {other!r}: give .*{name}"):
-            factory(**given)
+    with pytest.raises(TypeError, match=f"no argument {other!r}: give .*{name}"):
+        m2.muon(0.1, **given)
     # Unknown everywhere: Python's own error.
     with pytest.raises(TypeError, match="unexpected keyword argument 'nesterof'"):
         m2.muon(0.1, nesterof=True)
+
+
+def test_the_names_given_instead_are_the_functions_own():
+    with pytest.raises(TypeError, match="'betas': give b1 and b2$"):
+        m2.muon2(0.1, betas=(0.9, 0.9))
+    with pytest.raises(TypeError, match="'betas': give b1$"):
+        m2.scale_by_momentum(betas=(0.9, 0.9))
+    for factory, given in [
+        (m2.scale_by_momentum, {"lr": 0.1}),
+        (m2.muon, {"beta2": 0.9}),
+        (m2.scale_to_rms, {"momentum": 0.9}),
+    ]:
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            factory(**given)
+
+
+@pytest.mark.parametrize("factory, needs, name", have({"weight_decay", "dampening"}))
+def test_decay_and_dampening(factory, needs, name):
+    """None is no decay to some, and would fail in the first update only."""
+    for value in ("0.1", (0.1,), True, m2.AOL(), np.ones(2), jnp.ones(2)):
+        with pytest.raises(TypeError, match=f"^{name} must be a number") as error:
+            factory(**needs | {name: value})
+        assert one_sentence(error)
+    if name == "weight_decay":
+        with pytest.raises(ValueError, match="^weight_decay must be .* got None"):
+            factory(**needs | {name: None})
+    else:
+        factory(**needs | {name: None})
+    for value in (0, np.float32(0.5), np.asarray(0.5), jnp.asarray(0.5)):
+        factory(**needs | {name: value})
+
+
+def test_arrays_of_several_numbers():
+    """Coefficients in Optax's second place would broadcast along three outputs."""
+    for given in (np.asarray((3.4, -4.8, 2.0)), jnp.asarray((3.4, -4.8, 2.0))):
+        with pytest.raises(TypeError, match=r"^b1 must .*\(3,\); ns_coeffs"):
+            m2.muon(0.02, given)
+    with pytest.raises(TypeError, match=r"^adam_learning_rate must .*shape \(2,\)"):
+        jax.eval_shape(
+            lambda x: m2.muon2(0.1, adam_learning_rate=x).init(x), jnp.ones(2)
+        )
+    with pytest.raises(TypeError, match="^learning_rate must be .* got True"):
+        m2.dion(True)
+    with pytest.raises(ValueError, match="^rms must be 0 or more, got -0.3"):
+        m2.adamuon(0.1, rms=-0.3)
+    with pytest.raises(ValueError, match="^weight_decay must be .* got None"):
+        m2.add_cautious_weight_decay(None)
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (m2.keep_norm, "inner"),
+        (m2.scale_by_dual_norm, "inner"),
+        (lambda tx: m2.ema_nesterov(tx, beta=0.3), "tx"),
+        (lambda tx: m2.periodically(optax.identity(), tx, 2), "often"),
+    ],
+    ids=["keep_norm", "scale_by_dual_norm", "ema_nesterov", "periodically"],
+)
+def test_transformations(make, name):
+    for given in (None, optax.lion, 0.1):
+        with pytest.raises(TypeError, match=f"^{name} must be an optax.Grad") as error:
+            make(given)
+        assert one_sentence(error)
+
+
+def test_periods_and_grids():
+    with pytest.raises(TypeError, match="^period must be a number, got '4'"):
+        m2.muon_bp(0.1, period="4")
+    for grid in (2, (2,), (1.5, 2), (0, 2)):
+        with pytest.raises(ValueError, match="^block_grid must be two whole numbers"):
+            m2.muon_bp(0.1, block_grid=grid)
 
 
 def test_a_name_that_the_function_has_is_its_own():

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -34,6 +35,7 @@ class PeriodicState(NamedTuple):
     seldom: Any
 
 
+@check_arguments
 def periodically(
     seldom: optax.GradientTransformation,
     often: optax.GradientTransformation,
@@ -102,9 +104,11 @@ def in_blocks(
       rules: which axes form the matrices; None: ``MatrixRules()``.
     """
     rules = rules_or_default(rules)
-    if len(grid) != 2 or min(grid) < 1:
-        raise ValueError(f"block_grid must be two positive numbers, got {grid}")
-    along_inputs, along_outputs = grid
+    if np.shape(grid) != (2,) or not all(n >= 1 and n % 1 == 0 for n in grid):
+        raise ValueError(
+            f"block_grid must be two whole numbers, 1 or more each, got {grid}"
+        )
+    along_inputs, along_outputs = map(int, grid)
     inner = make(_BLOCK_RULES)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
