@@ -73,8 +73,8 @@ SHARED = {
     ),
     "nu_dtype": "dtype in which V is stored; None: float32.",
     "dampening": (
-        "``M = b1 M + (1 - dampening) G``. None: b1, a moving average; 0: the"
-        " heavy-ball sum, which differs by a factor."
+        "``M = b1 M + (1 - dampening) G``; with nesterov G has the same factor again."
+        " None: b1, a moving average; 0: the heavy-ball sum, which differs by a factor."
     ),
     "radius": (
         "R. None: the norm in ``init``, where no matrix may be zero; see ``hyperball``"
