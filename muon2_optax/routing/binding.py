@@ -55,7 +55,10 @@ def rules_of_tree(
     biases = {names.components(p)[:-1]: s for p, s in leaves if _is_bias(p, s)}
     for path, kind in kinds.items():
         if kind is not None and kind.adam:
-            bias = biases.get(names.components(path)[:-1])
+            # Beside a leaf that is called ``embed`` itself stand those of its model.
+            *module, leaf = names.components(path)
+            alone = kind_of(names.name_of(leaf), len(shapes[path]))
+            bias = None if alone else biases.get(tuple(module))
             doubt = doubts.doubt_of_adam(shapes[path], kind, sizes, bias)
             if doubt:
                 rules.append(LeafRule(path, None, f"name: {kind.label}", doubt))
