@@ -65,6 +65,10 @@ def _optimizer(factory, kw, not_applicable):
     if kw.pop("complex_precond", None) is not None:
         raise not_applicable("the other normalizations are schedules of their own")
     known = inspect.signature(factory).parameters
+    if "radius" in known:
+        kw.setdefault("radius", "init")  # some cases start from zero
+        if kw.pop("weight_decay", 0.0):
+            raise not_applicable(f"{factory.__name__} has no weight decay")
     for key in kw.keys() & {"b1", "nesterov", "ns_coeffs", "ns_steps", "shape_scale"}:
         if key not in known:
             raise not_applicable(f"{factory.__name__} has no {key}")
