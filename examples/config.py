@@ -24,8 +24,8 @@ def _sizes(architecture: Architecture, *sizes: int, **more: Any) -> dict[str, An
     return preset | {"dtype": dtype} | dict(zip(names, sizes, strict=True)) | more
 
 
-# Widths, depths and heads from the tables of configurations in arXiv:2604.09967,
-# appendix; LLaMA-7B, which is missing there, from arXiv:2302.13971.
+# Widths, depths and numbers of heads are those of the paper's appendix
+# (arXiv:2604.09967). LLaMA-7B is not listed there and comes from arXiv:2302.13971.
 PRESETS: dict[str, dict[str, Any]] = {
     "llama_tiny": _sizes("llama", 128, 352, 2, 4, 128),
     "gpt_tiny": _sizes("gpt", 128, 512, 2, 4, 128),

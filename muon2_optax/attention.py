@@ -87,7 +87,7 @@ def qk_clip(
     >>> new["attn"]["k"][0, :, 0].tolist()
     [1.0, 0.5]
     """
-    if not isinstance(tau, jax.core.Tracer) and not np.real(tau) > 0:
+    if not isinstance(tau, jax.core.Tracer) and not np.asarray(tau) > 0:
         raise ValueError(f"tau must be positive, got {tau}")
     rules = rules_or_default(rules)
     named = [(n, x) for n, x in trees.named_leaves(params) if not trees.is_empty(x)]

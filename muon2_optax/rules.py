@@ -130,7 +130,7 @@ class MatrixRules:
         )
         # Names are asked of single layers: they know nothing of stacks.
         named = _bound(cls(), tuple((x.path, x.single or x.shape) for x in found))
-        ruled = Patterns([pattern for pattern, _ in patterns], True)
+        ruled = Patterns([pattern for pattern, _ in patterns], in_normal_form=True)
         leaves = models.leaf_rules(
             found, before, named._decide, lambda path: ruled.first(path) is not None
         )

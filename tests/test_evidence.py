@@ -289,6 +289,7 @@ def test_the_recommended_recipe_is_the_arm_that_was_measured():
     for tx in (names["tx"], measured):
         updates, _ = tx.update(grads, tx.init(params), params)
         taken.append(updates)
-    # The shape factor of the arm is taken away by the hyperball, but for its rounding.
+    # The measured arm has a shape factor and the recipe has none. The hyperball
+    # normalizes it away, so only rounding is left between the two.
     np.testing.assert_allclose(taken[0]["kernel"], taken[1]["kernel"], atol=1e-6)
     np.testing.assert_allclose(taken[0]["bias"], taken[1]["bias"], rtol=1e-6)

@@ -134,8 +134,8 @@ def test_bfloat16_parameters_keep_their_norm_and_do_not_stop():
     (params, _), norms = run(params)
     assert params["w"].dtype == jnp.bfloat16
     np.testing.assert_allclose(norms, jnp.linalg.norm(start), rtol=1e-3)
-    # The steps are smaller than half a unit in the last place of most entries, and
-    # still lead where float64 goes: to -u.
+    # Each step is smaller than half a unit in the last place of most entries. Still,
+    # the parameters must end where the float64 run ends, in the direction of -u.
     want = hyperball(start, [u] * 10_000, [rate] * 10_000)[-1]
     assert relative_error(params["w"], want) < 0.01
 

@@ -15,7 +15,8 @@ Stage = Callable[[Results], list[Cell]]
 # Tuning sees the first seed alone; the others repeat what it has chosen.
 FIRST_SEED, MORE_SEEDS = 101, (102, 103, 104)
 
-# Treatments: the control and its decay, with the peak rates that are tried.
+# Each treatment is a weight control, its decay rate, and the peak learning rates that
+# are tried with it.
 HYPERBALL = ("hyperball", 0.0, (0.03, 0.02, 0.045))
 DECAY_1 = ("decay", 0.1, (0.02, 0.03))
 DECAY_3 = ("decay", 0.3, (0.02, 0.03))
@@ -223,7 +224,8 @@ PLANS: dict[str, list[Stage]] = {
             size="moe_16x2",
         )
     ],
-    # Whether the best rate moves with the width; 512 is LLaMA-60M itself.
+    # These runs show whether the best learning rate depends on the width. Width 512 is
+    # LLaMA-60M itself, which the other plans run.
     "widths": [
         grid(
             (OURS,),

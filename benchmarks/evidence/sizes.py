@@ -44,7 +44,8 @@ def _wide(width: int) -> Size:
 
 SIZES: dict[str, Size] = {
     "llama_60m": Size(ModelConfig(model="llama_60m"), 32000, "sp32k"),
-    # A second size for the spectra: half the width, three quarters of the depth.
+    # The spectra are also taken at this second size, which has half the width of
+    # LLaMA-60M and three quarters of its depth.
     "llama_20m": Size(
         ModelConfig(model="llama_60m", dim=256, hidden=688, layers=6, heads=4),
         32000,

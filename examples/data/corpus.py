@@ -109,8 +109,9 @@ def load(config: DataConfig) -> Corpus:
     named, reader = f"--data {' '.join(config.data)}", text.Reader(limit=limit)
     notes = [f"other files not read: {text.some(others)}"] if others else []
     if val_files:
-        # Validation text first: a document that is in both parts leaves training. At
-        # least one byte of it: a limit of 0 would be none.
+        # Validation text is read first, so that a document found in both parts is
+        # dropped from training. The limit is at least one byte, because a limit of 0
+        # means that there is no limit.
         most = limit and max(1, int(limit * config.val_fraction))
         val_reader = text.Reader(limit=most)
         val = _unique(val_reader.documents(val_files), seen)

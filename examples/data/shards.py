@@ -23,8 +23,8 @@ from examples.options import UserError, check
 INDEX = "index.json"
 PROGRESS = "progress.json"  # there while a preparation is not finished
 FORMAT = "token shards, version 2"
-# Bytes that one checksum stands for. Whoever reads a window reads whole blocks of it,
-# once: a few windows long, so that reading in a random order stays cheap.
+# Bytes covered by one checksum. Reading a window means reading every block that it
+# touches, so a block is only a few windows long: random access stays cheap.
 _BLOCK = 1 << 16
 
 

@@ -6,8 +6,8 @@ Read them as ``limits.NAME`` where they are used, so that tests can set them.
 # Fact: the matrices that run at once bound the memory that a step takes beside
 # parameters and state. All in bytes.
 #
-# On XLA's own products, in the dtype of the iteration. Smaller chunks would make larger
-# programs.
+# On one device without kernels, counted in the dtype of the iteration. Smaller chunks
+# would save memory, but the compiled program would repeat the iteration more often.
 BYTES_ON_DEVICE = 1.5e9
 # On a mesh, whole matrices in the dtype of the iteration that one device takes at once.
 # Less than on one device, because the next chunk travels while this one is iterated.

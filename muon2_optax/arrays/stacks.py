@@ -63,7 +63,7 @@ def run_in_chunks(
     done: list[jax.Array] = []
     for low in range(0, count, size):
         done += fn(low, slice_parts(parts, low, low + size))
-    # As most often: no part was cut, and none has to be looked for among all.
+    # Usually no chunk boundary cuts a part, and the results are the parts already.
     if list(map(len, done)) == list(map(len, parts)):
         return done
     results, start = [], 0

@@ -32,7 +32,7 @@ def orthogonalize_leaves(
     others run in place (``on_device``), those of equal matrix shape together.
     """
     locations = [locate(name, x, shardings) for name, x in zip(names, leaves)]
-    # One-sided normalization tells a square matrix from its transpose.
+    # AOL sums along one side only, so a square matrix may not be stored transposed.
     either_way = not isinstance(plan.normalization, AOL)
     stored = [
         StoredLeaf.of(a, location, either_way) if location.on_mesh else None
