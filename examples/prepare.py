@@ -8,11 +8,9 @@ one.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from examples import options
 from examples.data import shards, text
@@ -62,40 +60,41 @@ class PrepareConfig(Options):
                 room -= len(document)
 
 
-def _begin(config: PrepareConfig, corpus: Corpus, say: Callable[[str], None]) -> Any:
-    """The index of a new folder, or of a preparation that was stopped."""
-    folder, own = Path(config.out or ""), Path(config.tokenizer)
+def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
+    """A new folder with a tokenizer, or that of a preparation that was stopped."""
+    path = Path(config.out or "")
     # What a preparation must have in common with the one that it goes on with.
     begun: dict[str, Any] = dataclasses.asdict(config)
     del begun["out"], begun["verify"]
     begun["data"] = [[file.name, file.stat().st_size] for file in corpus.files]
-    begun["tokenizer_sha256"] = shards.file_sha256(own) if own.is_file() else None
-    if (folder / shards.INDEX).exists():
-        index = shards.open_folder(folder, finished=False).index
-        done = index.get("finished", True)
-        check(not done, f"--out {folder}: already holds shards; choose another")
-        other = ", ".join(k for k in begun if index["begun"].get(k) != begun[k])
-        said = f"--out {folder}: an unfinished preparation with another {other}"
+    if (path / shards.INDEX).exists():
+        folder = shards.open_folder(path, finished=False)
+        done = folder.index.get("finished", True)
+        check(not done, f"--out {path}: already holds shards; choose another")
+        before = folder.index["begun"]
+        other = ", ".join(key for key in begun if before.get(key) != begun[key])
+        said = f"--out {path}: an unfinished preparation with another {other}"
         check(not other, f"{said}; repeat its options or remove the folder")
-        say(f"going on after {index['groups']} shards")
-        return index
-    foreign = any(folder.glob("*.bin"))
-    check(not foreign, f"--out {folder}: holds other .bin files; choose another")
+        print(f"going on after {folder.index['groups']} shards")
+        return folder
+    foreign = any(path.glob("*.bin"))
+    check(not foreign, f"--out {path}: holds other .bin files; choose another")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WriteFailed(folder, error) from None
+        raise WriteFailed(path, error) from None
     if config.tokenizer == "bpe":
-        say(f"training the tokenizer on up to {config.bpe_bytes / 1e6:,.0f} MB of text")
-    sample, file = config.bpe_sample(), folder / tok.FILE
+        size = f"{config.bpe_bytes / 1e6:,.0f} MB of text"
+        print(f"training the tokenizer on up to {size}", flush=True)
+    sample, file = config.bpe_sample(), path / tok.FILE
     tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, sample)
     tokenizer.save(file)
     about = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     about["sha256"] = shards.file_sha256(file)
     index = {"format": shards.FORMAT, "finished": False, "source": corpus.name}
     index |= {"begun": begun, "tokenizer": about, "groups": 0, "shards": []}
-    write_json(folder / shards.INDEX, index)
-    return index
+    write_json(path / shards.INDEX, index)
+    return shards.open_folder(path, finished=False)
 
 
 def _write_group(
@@ -124,43 +123,37 @@ def _write_group(
     write_json(folder / shards.INDEX, index)
 
 
-def prepare(config: PrepareConfig, console: Console) -> shards.Folder:
+def prepare(config: PrepareConfig) -> shards.Folder:
     """Write the shards of `config`, or those that are still missing."""
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False)
-
-    corpus, folder = config.corpus(), Path(config.out or "")
-    say(f"{corpus.name}; tokenizer {config.tokenizer}")
-    for note in corpus.notes:
-        say(f"  {note}")
-    index = _begin(config, corpus, say)
-    tokenizer = tok.load_tokenizer(folder / tok.FILE)
+    corpus = config.corpus()
+    print(f"{corpus.name}; tokenizer {config.tokenizer}", *corpus.notes, sep="\n  ")
+    folder = _begin(config, corpus)
+    path, index, tokenizer = folder.path, folder.index, folder.tokenizer()
     groups = corpus.groups(config.shard_bytes)
     for group in prefetch(itertools.islice(groups, index["groups"], None), depth=1):
-        _write_group(folder, group, tokenizer, index)
+        _write_group(path, group, tokenizer, index)
         tokens = sum(s["tokens"] for s in index["shards"] if s["split"] == "train")
-        say(f"{index['groups']} shards, {tokens:,} training tokens")
+        print(f"{index['groups']} shards, {tokens:,} training tokens", flush=True)
     if corpus.reader.skipped:
-        say(f"lines that could not be read: {corpus.reader.skipped:,}")
+        print(f"lines that could not be read: {corpus.reader.skipped:,}")
     index |= {"finished": True, "skipped": corpus.reader.skipped}
-    write_json(folder / shards.INDEX, index)
-    return shards.open_folder(folder)
+    write_json(path / shards.INDEX, index)
+    return shards.open_folder(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare or verify; returns the exit code."""
 
     def run() -> None:
-        console, about = Console(soft_wrap=True), "Turn text into token shards."
+        about = "Turn text into token shards."
         config: PrepareConfig = options.parse_one(PrepareConfig, argv, about)
         try:
             if config.verify is None:
-                folder = prepare(config, console)
+                folder = prepare(config)
             else:
                 folder = shards.open_folder(Path(config.verify))
                 folder.verify()
-                console.print("all files are as they were written")
+                print("all files are as they were written")
         except KeyboardInterrupt:
             said = "interrupted; the same command goes on"
             raise options.Interrupted(2, said) from None
@@ -169,8 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{place}{error.strerror or error}") from None
         for split in ("train", "val"):
             counts = folder.counts(split).items()
-            said = ", ".join(f"{number:,} {name}" for name, number in counts)
-            console.print(f"{split}: {said}", highlight=False)
+            print(f"{split}:", ", ".join(f"{n:,} {name}" for name, n in counts))
 
     return options.run_command("prepare", run)
 

@@ -1,5 +1,6 @@
 """Batches as a pure function of seed and step: the same for every optimizer."""
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -18,40 +19,19 @@ from examples.options import check
 
 # Token ids, or another number per token, one after the other.
 Stream = np.ndarray | shards.ShardStream
-_ROUNDS = 8
 T = TypeVar("T")
 
 
-def _mix(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    """A hash of 64 bits: the finalizer of SplitMix64 (Steele et al., 2014)."""
-    x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+@functools.lru_cache(maxsize=2)
+def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
+    """All windows of an epoch in the order in which they are read.
 
-
-def shuffled(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the places `index` of an epoch's order point to, all within range(size).
-
-    The permutation is computed and not stored, so that the position in the data is the
-    step number and nothing else. A balanced Feistel network permutes the numbers of an
-    even count of bits whatever its round function is (M. Luby and C. Rackoff, 1988);
-    numbers that leave the range are sent through again until they return ("cycle
-    walking", J. Black and P. Rogaway, 2002).
+    So the position in the data is the number of the step and nothing else. Windows are
+    sorted by random numbers because NumPy promises that those of a bit generator stay
+    the same in other versions, which it does not promise of `permutation`.
     """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
-
-    def once(x: np.ndarray) -> np.ndarray:
-        left, right = x >> half, x & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right, key) & mask)
-        return (left << half) | right
-
-    value = once(np.asarray(index, np.uint64))
-    while (outside := value >= size).any():
-        value[outside] = once(value[outside])
-    return value.astype(np.int64)
+    numbers = np.random.PCG64([seed, epoch]).random_raw(windows)
+    return np.argsort(numbers, kind="stable")
 
 
 @dataclass(frozen=True)
@@ -87,11 +67,10 @@ class TrainBatches:
         chosen = step * self.batch_size + np.arange(self.batch_size)[rows]
         epochs, places = np.divmod(chosen, self.windows)
         batch = np.empty((len(chosen), self.seq_len + 1), np.int32)
-        for epoch in np.unique(epochs):
-            inside = np.flatnonzero(epochs == epoch)
-            order = shuffled(places[inside], self.windows, self.seed, int(epoch))
-            for row, start in zip(inside, (order * self.seq_len).tolist()):
-                batch[row] = self.stream[start : start + self.seq_len + 1]
+        for row, (epoch, place) in enumerate(zip(epochs.tolist(), places)):
+            window = epoch_order(self.windows, self.seed, epoch)[place]
+            start = int(window) * self.seq_len
+            batch[row] = self.stream[start : start + self.seq_len + 1]
         return batch
 
 
@@ -121,10 +100,10 @@ def eval_batches(
     wanted = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
     starts = (np.arange(wanted) * windows // wanted * seq_len).tolist()
     rows = np.stack([stream[i : i + seq_len + 1] for i in starts]).astype(np.int32)
+    covered = sum(int(byte_counts[i + 1 : i + 1 + seq_len].sum()) for i in starts)
     rows = np.pad(rows, ((0, -wanted % batch_size), (0, 0)))
     weight = (np.arange(len(rows)) < wanted).astype(np.float32)
-    parts = [slice(i, i + batch_size) for i in range(0, len(rows), batch_size)]
-    covered = sum(int(byte_counts[i + 1 : i + 1 + seq_len].sum()) for i in starts)
+    parts = (slice(i, i + batch_size) for i in range(0, len(rows), batch_size))
     batches = [(rows[part], weight[part]) for part in parts]
     return EvalBatches(batches, wanted * seq_len, covered)
 
@@ -181,18 +160,14 @@ def _from_shards(config: DataConfig, folder: shards.Folder) -> _Source:
 
 def load(config: Config) -> Dataset:
     """Token shards if `--data` is a folder of them, else text to read and tokenize."""
-    folder, run, length = (
-        shards.find(config.data.data),
-        config.run,
-        config.model.seq_len,
-    )
+    folder = shards.find(config.data.data)
     if folder is None:
         about, tokenizer, streams = _from_text(config.data)
     else:
         about, tokenizer, streams = _from_shards(config.data, folder)
-    train = TrainBatches(streams[0], run.batch_size, length, run.seed)
-    sizes = run.batch_size, length, run.eval_tokens
-    val = eval_batches(streams[1], streams[2], *sizes)
+    sizes, run = (config.run.batch_size, config.model.seq_len), config.run
+    train = TrainBatches(streams[0], *sizes, run.seed)
+    val = eval_batches(streams[1], streams[2], *sizes, run.eval_tokens)
     return Dataset(about, tokenizer, train, val)
 
 

@@ -161,14 +161,13 @@ def open_folder(path: Path, *, finished: bool = True) -> Folder:
     said = "its preparation was interrupted; run examples.prepare again"
     check(index.get("finished", True) or not finished, f"{path}: {said}")
     shards = tuple(Shard(**record) for record in index["shards"])
-    sizes = {s.name: s.tokens * np.dtype(s.dtype).itemsize for s in shards}
-    problems = []
-    for name, size in (sizes | {tok.FILE: None}).items():
-        found = (path / name).stat().st_size if (path / name).exists() else None
-        if found is None:
-            problems.append(f"{name} is missing")
-        elif found != size and size is not None:
-            problems.append(f"{name} has {found:,} bytes instead of {size:,}")
+    problems = [f"{tok.FILE} is missing"] if not (path / tok.FILE).is_file() else []
+    for shard in shards:
+        wanted = shard.tokens * np.dtype(shard.dtype).itemsize
+        if not (path / shard.name).exists():
+            problems.append(f"{shard.name} is missing")
+        elif (size := (path / shard.name).stat().st_size) != wanted:
+            problems.append(f"{shard.name} has {size:,} bytes instead of {wanted:,}")
     check(not problems, f"{path}: {'; '.join(problems)}; prepare the folder anew")
     return Folder(path, shards, index)
 

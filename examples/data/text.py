@@ -115,9 +115,7 @@ class Reader:
                 document = json.loads(line)[self._field].encode("utf-8")
             except (KeyError, TypeError, AttributeError, IndexError):
                 self._bad(f'{place}: no string field "{self._field}"')
-            except UnicodeEncodeError:
-                self._bad(f'{place}: lone surrogate in "{self._field}"')
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # or a lone surrogate
                 self._bad(f"{place}: invalid JSON ({error})")
             else:
                 yield document

@@ -91,7 +91,7 @@ GOOD_GZ = gzip.compress(b"line\n" * 10_000)
         ),
         ("a.jsonl", b'{"text": 3}\n', 'line 1: no string field "text"'),
         ("a.jsonl", b'["text"]\n', 'line 1: no string field "text"'),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: lone surrogate"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "surrogates not allowed"),
         ("a.jsonl.xz", lzma.compress(b"{}\n"), 'line 1: no string field "text"'),
         ("a.jsonl", b'{"text": "\xff"}\n', "line 1: invalid UTF-8"),
     ],
