@@ -8,7 +8,7 @@ one.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ class PrepareConfig(Options):
     skip_bad: bool = option(False, "leave out lines that cannot be read; count them")
     tokenizer: str = option("bpe", "'bytes', 'bpe' or the path of a tokenizer.json")
     vocab_size: int = option(32_000, "vocabulary of --tokenizer bpe", "[300, 1000000]")
-    bpe_bytes: int = option(50_000_000, "text that bpe is trained on", "[1, 1e18]")
     out: str | None = option(None, "folder of the shards")
     shard_bytes: int = option(100_000_000, "text of a shard, about", "[1000, ]")
     val_fraction: float = option(
@@ -48,16 +47,6 @@ class PrepareConfig(Options):
         """The text, to be read once."""
         reader = text.Reader(self.text_field, self.skip_bad)
         return Corpus(self.data, self.val_fraction, reader=reader)
-
-    def bpe_sample(self) -> Iterator[bytes]:
-        """Training text for a tokenizer."""
-        room = self.bpe_bytes
-        for train, _ in self.corpus().groups(self.shard_bytes):
-            for document in train:
-                if room <= 0:
-                    return
-                yield document
-                room -= len(document)
 
 
 def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
@@ -83,11 +72,14 @@ def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WriteFailed(path, error) from None
+    sample: list[bytes] = []
     if config.tokenizer == "bpe":
-        size = f"{config.bpe_bytes / 1e6:,.0f} MB of text"
-        print(f"training the tokenizer on up to {size}", flush=True)
-    sample, file = config.bpe_sample(), path / tok.FILE
+        groups = config.corpus().groups(config.shard_bytes)
+        sample = next(train for train, _ in groups if train)
+        size = sum(map(len, sample))
+        print(f"training the tokenizer on {size:,} bytes, the first shard", flush=True)
     tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, sample)
+    file = path / tok.FILE
     tokenizer.save(file)
     about = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     about["sha256"] = shards.file_sha256(file)
@@ -133,7 +125,7 @@ def prepare(config: PrepareConfig) -> shards.Folder:
     for group in prefetch(itertools.islice(groups, index["groups"], None), depth=1):
         _write_group(path, group, tokenizer, index)
         tokens = sum(s["tokens"] for s in index["shards"] if s["split"] == "train")
-        print(f"{index['groups']} shards, {tokens:,} training tokens", flush=True)
+        print(f"shard {index['groups']}, {tokens:,} training tokens so far", flush=True)
     if corpus.reader.skipped:
         print(f"lines that could not be read: {corpus.reader.skipped:,}")
     index |= {"finished": True, "skipped": corpus.reader.skipped}

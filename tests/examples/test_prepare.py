@@ -1,5 +1,6 @@
 """Preparing shards: nothing lost, and stops survived."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from examples import files, prepare
 from examples.data import shards
 from examples.data import tokens as tok
+from examples.files import read_json
 from examples.options import UserError
 
 DOCUMENTS = [f"document {i}\nwith a second line \u00e9 {i * i}\n" for i in range(400)]
@@ -27,11 +29,24 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.jsonl"
+def write_text(folder: Path) -> Path:
+    path = folder / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A preparation that nothing has stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    argv = ["--data", write_text(folder), "--out", folder / "out", *SMALL]
+    assert prepare.main([*map(str, argv)]) == 0
+    return folder / "out"
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -46,15 +61,12 @@ def documents(folder: Path, split: str) -> list[str]:
     return [text.decode() for text in texts[:-1]]
 
 
-def test_every_document_is_in_one_split(run: Run, text: Path, tmp_path: Path) -> None:
-    code, said = run("--data", text, "--out", tmp_path / "out", *SMALL)
-    assert code == 0, said
-    train, val = (documents(tmp_path / "out", split) for split in ("train", "val"))
+def test_every_document_is_in_one_split(whole: Path) -> None:
+    train, val = (documents(whole, split) for split in ("train", "val"))
     assert sorted(train + val) == sorted(DOCUMENTS)
     assert train == [document for document in DOCUMENTS if document not in val]
     assert 40 <= len(val) < 60
-    assert f"{len(train)} documents" in said
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    assert not list(whole.glob("*.tmp"))
 
 
 def test_files_named_val_are_held_out(run: Run, text: Path, tmp_path: Path) -> None:
@@ -68,10 +80,14 @@ def test_files_named_val_are_held_out(run: Run, text: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 22])
 def test_a_stopped_preparation_goes_on(
-    run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+    run: Run,
+    text: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: int,
 ) -> None:
     """Stopped before a file is renamed, and again when everything but the end is."""
-    assert run("--data", text, "--out", tmp_path / "whole", *SMALL)[0] == 0
     out = tmp_path / "out"
     write, left = files.write_atomically, stop
 
@@ -92,7 +108,12 @@ def test_a_stopped_preparation_goes_on(
     monkeypatch.undo()
     code, said = run("--data", text, "--out", out, *SMALL)
     assert code == 0, said
-    assert content(out) == content(tmp_path / "whole")
+    same = content(out), content(whole)
+    for files_of in same:  # which names the folder
+        del files_of[shards.INDEX]
+    assert same[0] == same[1]
+    one, two = (read_json(folder / shards.INDEX) for folder in (out, whole))
+    assert one["shards"] == two["shards"]
 
 
 @pytest.fixture
@@ -135,7 +156,7 @@ def test_a_broken_index_is_named(run: Run, text: Path, stopped: Path) -> None:
     assert code == 2 and "index.json: altered or damaged" in said
 
 
-def test_errors_are_one_line(run: Run, text: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(run: Run, text: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for argv, expected in (
         (["--data", text], "--out FOLDER is needed"),
@@ -146,27 +167,61 @@ def test_errors_are_one_line(run: Run, text: Path, tmp_path: Path) -> None:
     ):
         code, said = run(*argv, *SMALL)
         assert code == 2 and expected in said.splitlines()[-1], said
-    assert run("--data", text, "--out", tmp_path / "again", *SMALL)[0] == 0
-    code, said = run("--data", text, "--out", tmp_path / "again", *SMALL)
+    code, said = run("--data", text, "--out", whole, *SMALL)
     assert code == 2 and "already holds shards" in said
 
 
+@pytest.mark.parametrize(
+    ("call", "name"), [(1, "tokenizer.json"), (3, "index.json"), (5, "train_00000.bin")]
+)
 def test_no_room_on_the_disk(
-    run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: int,
+    name: str,
 ) -> None:
+    """A file is synchronized, and then its folder."""
+    calls = itertools.count(1)
+
     def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
+        if next(calls) >= call:
+            raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     code, said = run("--data", text, "--out", tmp_path / "out", *SMALL)
-    assert code == 1 and "json could not be written: No space left on device" in said
+    assert code == 1 and f"{name} could not be written: No space left on device" in said
     assert not list((tmp_path / "out").glob("*.tmp"))
 
 
-def test_a_trained_tokenizer_is_kept(run: Run, text: Path, tmp_path: Path) -> None:
+def test_a_long_document_is_in_both_splits(run: Run, tmp_path: Path) -> None:
+    """As much of it is held out as was asked for."""
+    lines = "".join(f"line {i}\n" for i in range(400))
+    (tmp_path / "a.txt").write_text(lines)
+    argv = ["--data", tmp_path / "a.txt", "--out", tmp_path / "out", *SMALL]
+    assert run(*argv)[0] == 0
+    (train,), (val,) = (documents(tmp_path / "out", part) for part in ("train", "val"))
+    assert train + val == lines
+    assert 0.08 < len(val) / len(lines) < 0.12
+
+
+def test_each_document_is_taken_once(run: Run, text: Path, tmp_path: Path) -> None:
+    """Also over the ends of shards, where one of both may be held out."""
+    text.write_text(2 * text.read_text())
+    code, said = run("--data", text, "--out", tmp_path / "out", *SMALL)
+    assert code == 0 and "shard 4, " in said  # a line for each tells of the progress
+    found = [documents(tmp_path / "out", split) for split in ("train", "val")]
+    assert sorted(sum(found, [])) == sorted(DOCUMENTS)
+
+
+def test_a_trained_tokenizer_is_announced_and_kept(
+    run: Run, text: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     options = [*SMALL, "--tokenizer", "bpe", "--vocab-size", "300"]
-    assert run("--data", text, "--out", out, *options)[0] == 0
+    code, said = run("--data", text, "--out", out, *options)
+    assert code == 0 and "training the tokenizer on 2,7" in said
     opened = shards.open_folder(out)
     stream = opened.stream("train")
     ids = stream[0 : len(stream)].tolist()
@@ -175,10 +230,8 @@ def test_a_trained_tokenizer_is_kept(run: Run, text: Path, tmp_path: Path) -> No
     assert opened.index["tokenizer"]["vocab_size"] == 300
 
 
-def test_the_byte_tokenizer_is_kept_too(run: Run, text: Path, tmp_path: Path) -> None:
-    assert run("--data", text, "--out", tmp_path / "out", *SMALL)[0] == 0
-    tokenizer = shards.open_folder(tmp_path / "out").tokenizer()
-    assert isinstance(tokenizer, tok.ByteTokenizer)
+def test_the_byte_tokenizer_is_kept_too(whole: Path) -> None:
+    assert isinstance(shards.open_folder(whole).tokenizer(), tok.ByteTokenizer)
 
 
 def test_text_that_is_not_there(run: Run, text: Path, tmp_path: Path) -> None:
@@ -223,12 +276,3 @@ def test_bad_lines_are_left_out_and_counted_if_that_is_wanted(
     assert code == 0 and "lines that could not be read: 3" in said
     both = [documents(tmp_path / "all", split) for split in ("train", "val")]
     assert sorted(sum(both, [])) == sorted(DOCUMENTS)
-
-
-def test_training_a_tokenizer_is_announced(
-    run: Run, text: Path, tmp_path: Path
-) -> None:
-    argv = ["--data", text, "--out", tmp_path / "out", *SMALL, "--tokenizer", "bpe"]
-    assert (
-        "training the tokenizer on up to 50 MB" in run(*argv, "--vocab-size", "300")[1]
-    )
