@@ -50,7 +50,7 @@ class Corpus:
         if not paths:
             self._train_files, self.name = python_sources(), "Python's standard library"
         self.files = [*self._val_files, *self._train_files]
-        how = f"the last {val_fraction:.1%} of the text"
+        how = f"the last {100 * val_fraction:g} %"
         if self._val_files:
             how = f"files named val* ({len(self._val_files)})"
         self.notes = [f"held out: {how}"]
