@@ -20,6 +20,8 @@ from examples.options import check
 # Token ids, or another number per token, one after the other.
 Stream = np.ndarray | shards.ShardStream
 T = TypeVar("T")
+# Of `epoch_order`; part of a text's hash, so that a run goes on in the same order only.
+_ORDER_VERSION = 2
 
 
 @functools.lru_cache(maxsize=2)
@@ -165,6 +167,7 @@ def load(config: Config) -> Dataset:
         about, tokenizer, streams = _from_text(config.data)
     else:
         about, tokenizer, streams = _from_shards(config.data, folder)
+    about["digest"] = f"{_ORDER_VERSION}-{about['digest']}"
     sizes, run = (config.run.batch_size, config.model.seq_len), config.run
     train = TrainBatches(streams[0], *sizes, run.seed)
     val = eval_batches(streams[1], streams[2], *sizes, run.eval_tokens)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from examples.config import parse
 from examples.data import loader
@@ -51,6 +52,16 @@ def test_bpe_is_shorter_and_counts_every_byte_once(bpe: tok.SubwordTokenizer) ->
         assert ids.max() < bpe.vocab_size
     source = inspect.getsource(argparse).encode()
     assert len(bpe.encode([source])[0]) < 0.7 * len(source)
+
+
+def test_bytes_that_no_token_holds_are_counted() -> None:
+    """A tokenizer that drops spaces: those at the end belong to the last token."""
+    model = tokenizers.models.WordLevel({"one": 0, "tw\u00f6": 1}, unk_token="one")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words = tok.SubwordTokenizer(library, "words")
+    (counts,) = words.byte_counts([" one  tw\u00f6 \n ".encode()])
+    assert counts.tolist() == [4, 2 + 4 + 3]
 
 
 def test_bpe_training_is_deterministic(bpe: tok.SubwordTokenizer) -> None:

@@ -140,6 +140,10 @@ def test_another_tokenizer_is_refused(copy: Path) -> None:
         UserError, match=r"tokenizer\.json: not the tokenizer that made"
     ):
         loader.load(parse(options))
+    # Of the same size: only the checksum tells.
+    path.write_text(json.dumps(json.loads(good)))
+    with pytest.raises(UserError, match=r"tokenizer\.json: not the tokenizer .* check"):
+        loader.load(parse(options))
     path.write_text(good)
     index = read_json(copy / shards.INDEX)
     index["tokenizer"]["vocab_size"] = 399
