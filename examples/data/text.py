@@ -145,7 +145,8 @@ def find_texts(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[str]]
         check(bool(texts), f"--data {path}: {said} ({' '.join(SUFFIXES)})")
         files |= dict.fromkeys(texts)
         others += [entry.name for entry in inside if not entry.name.endswith(SUFFIXES)]
-    val = [path for path in files if path.name.startswith("val")]
-    if len(val) == len(files):  # then the names are no sign of a split
-        val = []
-    return [path for path in files if path not in set(val)], val, others
+    val = dict.fromkeys(path for path in files if path.name.startswith("val"))
+    train = [path for path in files if path not in val]
+    if not train:  # then the names are no sign of a split
+        return list(files), [], others
+    return train, list(val), others
