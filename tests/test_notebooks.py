@@ -93,6 +93,21 @@ def test_only_public_names_are_used(path):
     assert used and all(name in public[owner] for owner, name in used), used
 
 
+@of_each_notebook
+def test_links_lead_to_files(path):
+    """In the repository; the site rewrites those to ``docs`` (``docs/conf.py``)."""
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@of_each_notebook
+def test_notebook_is_listed(path, page):
+    assert f"notebooks/{path.name})" in (ROOT / page).read_text()
+
+
 def test_first_cell_is_the_same_in_all():
     assert len({code_cells(path)[0].source for path in NOTEBOOKS}) == 1
 
