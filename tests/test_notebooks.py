@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in a fresh kernel, and ships what it printed."""
+"""Every notebook runs in a fresh kernel from top to bottom and ships what it printed."""
 
 import ast
 import base64
