@@ -1,4 +1,4 @@
-"""Every notebook runs in a fresh kernel from top to bottom and ships what it printed."""
+"""Notebooks run from top to bottom in a fresh kernel, and ship what they printed."""
 
 import ast
 import base64
