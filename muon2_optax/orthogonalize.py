@@ -7,6 +7,7 @@ import optax
 from jax.typing import DTypeLike
 
 from muon2_optax import dtypes
+from muon2_optax.arguments import check_static
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
@@ -14,7 +15,6 @@ from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules import coefficients
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings, checked
-from muon2_optax.static_arguments import check_static
 
 
 def newton_schulz(

@@ -17,7 +17,6 @@ from muon2_optax.execution import inner_products, on_sphere
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
-from muon2_optax.static_arguments import check_static
 
 Radius = ArrayLike | Literal["init"] | Callable[[int, int], float] | None
 
@@ -179,8 +178,6 @@ def add_cautious_weight_decay(
     >>> tx.update(u, tx.init(p), p)[0].tolist()
     [2.0, 1.0, 0.0]
     """
-
-    check_static(mask=mask)
 
     def init_fn(params: optax.Params) -> Any:
         del params

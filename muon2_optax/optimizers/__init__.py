@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import optax
 
-from muon2_optax.optimizers._steps import NS_STEPS as NS_STEPS
+from muon2_optax.optimizers._shared_arguments import NS_STEPS as NS_STEPS
 from muon2_optax.optimizers.adamuon import adamuon as adamuon
 from muon2_optax.optimizers.dion import dion as dion
 from muon2_optax.optimizers.hyperball import muon2_f_h as muon2_f_h

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes
+from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 from muon2_optax.sharding import Shardings
@@ -99,7 +100,7 @@ def _adam_h(
 
 def routed(
     matrix: Callable[[MatrixRules], optax.GradientTransformation],
-    rules: MatrixRules,
+    rules: MatrixRules | None,
     *,
     learning_rate: optax.ScalarOrSchedule,
     adam_learning_rate: optax.ScalarOrSchedule | None,
@@ -165,16 +166,17 @@ def routed(
     def partition(rules: MatrixRules) -> optax.GradientTransformationExtraArgs:
         return optax.partition({MATRIX: matrix(rules), ADAM: rest}, rules.labels)
 
-    partition(rules)  # arguments that do not fit are errors here, not in init
+    unbound = rules_or_default(rules)
+    partition(unbound)  # arguments that do not fit are errors here, not in init
 
     def init_fn(params: optax.Params) -> Any:
         trees.require_arrays(params)
-        init = partition(rules.bind(params)).init
+        init = partition(unbound.bind(params)).init
         return init_in_place(init, params, shardings)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
         trees.require_arrays(params)
-        inner = partition(rules.bind(updates))
+        inner = partition(unbound.bind(updates))
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state
 

@@ -20,11 +20,10 @@ from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.iteration import adjoint, product
 from muon2_optax.matrices import require_matrix, rules_or_default
-from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
-from muon2_optax.static_arguments import check_static
 
 # Columns of R are rounding noise up to this times sqrt(larger side) times the dtype's
 # eps, relative to the largest one; 1.8 at most was measured on matrices of ranks 1, 2
@@ -78,7 +77,6 @@ def scale_by_low_rank_orthonormal(
       Ahn et al. 2025, "Dion", arXiv:2504.05295, algorithm 1.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    check_static(rank_fraction=rank_fraction, seed=seed, mu_dtype=mu_dtype)
     rank_fraction = 1.0 if rank_fraction is None else float(rank_fraction)
     seed = 0 if seed is None else operator.index(seed)
     if not 0 < rank_fraction <= 1:
@@ -222,8 +220,7 @@ def _power_iteration(
     return update, rest, new_q
 
 
-@documented
-@check_arguments
+@optimizer()
 def dion(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -270,13 +267,6 @@ def dion(
     >>> tx = dion(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        rank_fraction=rank_fraction,
-        seed=seed,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(

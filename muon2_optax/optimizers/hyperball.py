@@ -5,23 +5,18 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax.arguments import check_arguments
-from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum, scale_by_second_moment
-from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import routed
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.optimizers.muon2_f import factorized_second_moment
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
-from muon2_optax.static_arguments import check_static
 from muon2_optax.weights import Radius, hyperball
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=5)
 def muon_h(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -75,15 +70,6 @@ def muon_h(
     >>> tx = muon_h(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["muon_h"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
@@ -116,8 +102,7 @@ def muon_h(
     )
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=3)
 def muon2_h(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -170,16 +155,6 @@ def muon2_h(
     >>> tx = muon2_h(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        nu_dtype=nu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["muon2_h"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
@@ -218,8 +193,7 @@ def muon2_h(
     )
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=3)
 def muon2_f_h(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -271,15 +245,6 @@ def muon2_f_h(
     >>> tx = muon2_f_h(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["muon2_f_h"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(

@@ -13,15 +13,13 @@ from muon2_optax.arrays import tracing
 from muon2_optax.axes import ShapeScale
 from muon2_optax.execution import factored_moment
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
-from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
-from muon2_optax.static_arguments import check_static
 
 
 class FactorizedSecondMomentState(NamedTuple):
@@ -151,8 +149,7 @@ def _divided(
     return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=3)
 def muon2_f(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -202,15 +199,6 @@ def muon2_f(
     >>> tx = muon2_f(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["muon2_f"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(

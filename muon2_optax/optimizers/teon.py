@@ -12,20 +12,18 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, operands
-from muon2_optax.arguments import check_arguments
+from muon2_optax.arguments import check_static
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules import coefficients
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import locate
-from muon2_optax.static_arguments import check_static
 
 # Query, key and value projections under the names that model codes give them.
 ATTENTION_INPUTS = r"(^|/)(q|k|v|wq|wk|wv|query|key|value|[qkv]_proj)(/|$)"
@@ -63,7 +61,7 @@ def orthogonalize_jointly(
     """
     check_static(group_size=group_size, ns_steps=ns_steps, ns_dtype=ns_dtype)
     dtypes.canonical("ns_dtype", ns_dtype)
-    ns_steps = NS_STEPS["teon"] if ns_steps is None else ns_steps
+    ns_steps = 5 if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
     numbers, plan_with = operands.split_plan(coefficients.resolve(ns_coeffs, ns_steps))
     group_size = 2 if group_size is None else operator.index(group_size)
@@ -147,8 +145,7 @@ def _unpooled(
     return [list(leaf) for leaf in zip(*columns)]
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=5)
 def teon(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -197,16 +194,6 @@ def teon(
     >>> tx = teon(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        group_size=group_size,
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["teon"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(

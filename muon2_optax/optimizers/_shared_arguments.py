@@ -1,7 +1,7 @@
-"""The arguments that optimizers share, described once.
+"""The arguments that optimizers share: described once, and checked by their names.
 
 Each optimizer's docstring describes the arguments that are its own, or that mean
-something of their own there; ``documented`` adds the others from ``SHARED``, in the
+something of their own there; ``optimizer`` adds the others from ``SHARED``, in the
 order of the signature. What neither describes is an error of the import.
 """
 
@@ -11,10 +11,14 @@ import textwrap
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.arguments import check_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# How many Newton-Schulz steps each optimizer takes where none are given. ``optimizer``
+# fills it; the defaults of the signatures are None (``arguments`` says why).
+NS_STEPS: dict[str, int] = {}
 
 SHARED = {
     "learning_rate": "step size or schedule, of the order of 0.01 to 0.06.",
@@ -103,8 +107,25 @@ SHARED = {
 }
 
 
-def documented(factory: Callable[P, R]) -> Callable[P, R]:
-    """``factory``, its docstring complete.
+def optimizer(
+    ns_steps: int | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes an optimizer of a function: arguments checked, and all of them described.
+
+    Args:
+      ns_steps: what None stands for as the optimizer's argument ``ns_steps``.
+    """
+
+    def decorate(factory: Callable[P, R]) -> Callable[P, R]:
+        if ns_steps is not None:
+            NS_STEPS[factory.__name__] = ns_steps
+        return complete_docstring(check_arguments(factory, ns_steps))
+
+    return decorate
+
+
+def complete_docstring(factory: Callable[P, R]) -> Callable[P, R]:
+    """``factory``, with the arguments in its docstring that only ``SHARED`` describes.
 
     Raises:
       KeyError: an argument that neither the docstring nor ``SHARED`` describes.
