@@ -20,7 +20,7 @@ from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.iteration import adjoint, product
 from muon2_optax.matrices import require_matrix, rules_or_default
-from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._route import decay_weights, route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -279,11 +279,11 @@ def dion(
                 rules=rules,
             ),
             scale_by_shape(shape_scale, rules=rules),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

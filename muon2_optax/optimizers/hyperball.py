@@ -6,7 +6,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax.moments import scale_by_momentum, scale_by_second_moment
-from muon2_optax.optimizers._routed import routed
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.optimizers.muon2_f import factorized_second_moment
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
@@ -82,7 +82,7 @@ def muon_h(
             hyperball(learning_rate, radius, rules=rules, shardings=shardings),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,
@@ -173,7 +173,7 @@ def muon2_h(
             hyperball(learning_rate, radius, rules=rules, shardings=shardings),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,
@@ -264,7 +264,7 @@ def muon2_f_h(
             hyperball(learning_rate, radius, rules=rules, shardings=shardings),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

@@ -14,7 +14,7 @@ from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._route import decay_weights, route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
@@ -207,22 +207,22 @@ def muon_bp(
     period = 5 if period is None else period
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
-        whole = _orthogonalized(rules, ns_steps, ns_coeffs, ns_dtype, shape_scale)
+        whole = _orthogonalize(rules, ns_steps, ns_coeffs, ns_dtype, shape_scale)
 
         def blocks(block_rules: MatrixRules) -> optax.GradientTransformation:
-            return _orthogonalized(
+            return _orthogonalize(
                 block_rules, ns_steps, ns_coeffs, ns_dtype, shape_scale
             )
 
-        in_grid = _scaled(in_blocks(blocks, block_grid, rules=rules), block_scale)
+        in_grid = _scale(in_blocks(blocks, block_grid, rules=rules), block_scale)
         return optax.chain(
             scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
             periodically(whole, in_grid, period),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,
@@ -239,7 +239,7 @@ def muon_bp(
     )
 
 
-def _scaled(
+def _scale(
     inner: optax.GradientTransformation, factor: Any
 ) -> optax.GradientTransformation:
     """``inner``, its updates times a factor: not within, where no array may be."""
@@ -251,7 +251,7 @@ def _scaled(
     return optax.GradientTransformation(inner.init, update_fn)
 
 
-def _orthogonalized(
+def _orthogonalize(
     rules: MatrixRules,
     ns_steps: int | None,
     ns_coeffs: NSCoeffs,

@@ -11,7 +11,7 @@ from muon2_optax import dtypes, roots, trees
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._route import decay_weights, route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
@@ -191,11 +191,11 @@ def muon_eq(
                 ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
             ),
             scale_by_shape(shape_scale, rules=rules),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

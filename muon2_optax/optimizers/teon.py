@@ -17,7 +17,7 @@ from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.optimizers._route import decay_weights, route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
@@ -80,7 +80,7 @@ def orthogonalize_jointly(
         def run(numbers: Sequence[jax.Array], *xs: jax.Array) -> list[jax.Array]:
             blocks = [a.to_blocks(x) for a, x in zip(axes, xs)]
             together = [
-                _pooled([blocks[i] for i in members], group_size if joined else 1)
+                _pool([blocks[i] for i in members], group_size if joined else 1)
                 for members, joined in kinds
             ]
             flat, structure = jax.tree.flatten(together)
@@ -91,7 +91,7 @@ def orthogonalize_jointly(
             together = structure.unflatten(done)
             for (members, joined), done in zip(kinds, together):
                 alone = [blocks[i] for i in members]
-                results = _unpooled(done, alone, group_size if joined else 1)
+                results = _unpool(done, alone, group_size if joined else 1)
                 for i, result in zip(members, results):
                     blocks[i] = result
             return [a.from_blocks(b) for a, b in zip(axes, blocks)]
@@ -116,7 +116,7 @@ def _kinds(
     return [(sorted(m, key=layer), not isinstance(k, int)) for k, m in kinds.items()]
 
 
-def _pooled(kind: list[list[jax.Array]], size: int) -> list[jax.Array]:
+def _pool(kind: list[list[jax.Array]], size: int) -> list[jax.Array]:
     """All matrices of one kind, in groups of ``size`` and, last, what is left over."""
     if size == 1:
         return [block for leaf in kind for block in leaf]
@@ -129,10 +129,10 @@ def _pooled(kind: list[list[jax.Array]], size: int) -> list[jax.Array]:
     return pool
 
 
-def _unpooled(
+def _unpool(
     done: list[jax.Array], kind: list[list[jax.Array]], size: int
 ) -> list[list[jax.Array]]:
-    """Inverse of ``_pooled``: its matrices as blocks of the leaves of one kind."""
+    """Inverse of ``_pool``: its matrices as blocks of the leaves of one kind."""
     if size == 1:
         return jax.tree.unflatten(jax.tree.structure(kind), done)
     columns = []
@@ -202,11 +202,11 @@ def teon(
                 joint, group_size, ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
             ),
             scale_by_shape(shape_scale, rules=rules),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

@@ -19,7 +19,7 @@ from muon2_optax.state_sharding import init_in_place
 from muon2_optax.weights import Radius, add_cautious_weight_decay, hyperball
 
 
-def decayed(
+def decay_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Any, cautious: bool
 ) -> optax.GradientTransformation:
     """Weight decay of all entries, or of those that the update shrinks as well.
@@ -98,7 +98,7 @@ def _adam_h(
     return optax.chain(direction, optax.partition(ends, tables.labels))
 
 
-def routed(
+def route(
     matrix: Callable[[MatrixRules], optax.GradientTransformation],
     rules: MatrixRules | None,
     *,
@@ -153,7 +153,7 @@ def routed(
         rate = learning_rate if adam_learning_rate is None else adam_learning_rate
         adam = [
             direction,
-            decayed(adam_weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(adam_weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(rate),
         ]
         on_sphere = functools.partial(hyperball, learning_rate, radius)
