@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import (
     ResolvedAxes,
@@ -105,7 +105,7 @@ def scale_by_output_second_moment(
     def init_fn(params: optax.Params) -> OutputSecondMomentState:
         return OutputSecondMomentState(
             jax.tree.map(
-                lambda p: sharding.zeros_like(p, moments.second_dtype(p, nu_dtype)),
+                lambda p: sharding.zeros_like(p, averages.second_dtype(p, nu_dtype)),
                 params,
             )
         )
@@ -114,8 +114,8 @@ def scale_by_output_second_moment(
         del params
 
         def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            v = moments.average(nu, moments.square(o), b2)
-            update = _wide(o) / moments.divisor(roots.sqrt(v + eps_root), eps)
+            v = averages.average(nu, averages.square(o), b2)
+            update = _wide(o) / averages.divisor(roots.sqrt(v + eps_root), eps)
             return update.astype(o.dtype), dtypes.stored(v, nu)
 
         updates, nu = trees.map_leaves(leaf, updates, state.nu)
@@ -153,12 +153,12 @@ def scale_by_neuron_second_moment(
     rules = rules_or_default(rules)
 
     def mean_square(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
-        return jnp.sum(moments.square(x) / axes.fan_in, axis=axes.ins)
+        return jnp.sum(averages.square(x) / axes.fan_in, axis=axes.ins)
 
     def init_fn(params: optax.Params) -> OutputSecondMomentState:
         def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
             axes = require_matrix(rules, name, p)
-            zeros = sharding.zeros_like(p, moments.second_dtype(p))
+            zeros = sharding.zeros_like(p, averages.second_dtype(p))
             dims: list[int | None] = [d for d in range(p.ndim) if d not in axes.ins]
             return mean_square(zeros, axes), dims
 
@@ -169,9 +169,9 @@ def scale_by_neuron_second_moment(
 
         def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
             axes = require_matrix(rules, name, o)
-            v = moments.average(nu, mean_square(o, axes), b2)
+            v = averages.average(nu, mean_square(o, axes), b2)
             root = jnp.expand_dims(roots.sqrt(v + eps_root), axes.ins)
-            update = _wide(o) / moments.divisor(root, eps)
+            update = _wide(o) / averages.divisor(root, eps)
             return update.astype(o.dtype), dtypes.stored(v, nu)
 
         updates, nu = trees.map_leaves(leaf, updates, state.nu)
@@ -289,7 +289,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _norm(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     over = axes.ins + axes.outs
-    return roots.sqrt(axes.by_block(axes.sums(moments.square(x), over)))
+    return roots.sqrt(axes.by_block(axes.sums(averages.square(x), over)))
 
 
 def _positive(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from muon2_optax import moments, sharding, trees
+from muon2_optax import averages, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products, on_sphere
@@ -221,7 +221,7 @@ def _norms(p: Any, axes: ResolvedAxes) -> jax.Array:
     if isinstance(p, jax.ShapeDtypeStruct):
         p = sharding.zeros_like(p, None)
     norms = jnp.sqrt(inner_products.squared_norms(jnp.asarray(p), axes))
-    return norms.astype(moments.second_dtype(p))
+    return norms.astype(averages.second_dtype(p))
 
 
 def _any_zero(p: Any, norms: jax.Array) -> bool:

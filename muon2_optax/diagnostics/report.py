@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import moments, trees
+from muon2_optax import averages, moments, trees
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import grouped
 from muon2_optax.diagnostics import spectra
@@ -174,10 +174,10 @@ def _inputs(state: Any, rules: MatrixRules, eps: Any) -> list[tuple[str, jax.Arr
         leaves = [mu, *(t[name] for t in statistics)]
         m, *second = [spectra.wide(spectra.replicated(x)) for x in leaves]
         if len(second) == 1:
-            m = m / moments.divisor(jnp.sqrt(second[0]), eps)
+            m = m / averages.divisor(jnp.sqrt(second[0]), eps)
         elif second:
             root = root_of_outer(second[0], second[1], axes)
-            m = m / moments.divisor(root, eps)
+            m = m / averages.divisor(root, eps)
         several = len(axes.splits) > 1
         for i, block in enumerate(axes.to_blocks(m)):
             found.append((f"{name}[{i}]" if several else name, block))

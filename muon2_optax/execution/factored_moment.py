@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import moments, roots, sharding
+from muon2_optax import averages, roots, sharding
 from muon2_optax.arrays import limits
 from muon2_optax.arrays.grouping import even_size, grouped
 from muon2_optax.axes import ResolvedAxes
@@ -41,7 +41,7 @@ def zero_averages(p: Any, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
     They are statistics of zeros rather than zeros: on a mesh they come out with the
     reduced sharding that every later update gives them.
     """
-    zeros = sharding.zeros_like(p, moments.second_dtype(p))
+    zeros = sharding.zeros_like(p, averages.second_dtype(p))
     return mean_squares.in_two_passes(zeros, axes)
 
 
@@ -81,7 +81,7 @@ def update_moments(
 def _update_one(x: Leaf, b2: Any, location: Location) -> Moment:
     """The statistics of one leaf, where it is."""
     row, col = mean_squares.of_leaf(x.g, x.axes, location)
-    r, c = moments.average(x.row, row, b2), moments.average(x.col, col, b2)
+    r, c = averages.average(x.row, row, b2), averages.average(x.col, col, b2)
     return Moment(r, c, root_of_outer(r, c, x.axes))
 
 
@@ -90,7 +90,7 @@ def _update_equal(leaves: Sequence[Leaf], b2: Any) -> list[Moment]:
     axes = leaves[0].axes
     news = mean_squares.of_equal_leaves([x.g for x in leaves], axes)
     olds = jnp.stack([x.row for x in leaves]), jnp.stack([x.col for x in leaves])
-    r, c = (moments.average(old, new, b2) for old, new in zip(olds, news))
+    r, c = (averages.average(old, new, b2) for old, new in zip(olds, news))
     factors = jax.vmap(lambda r, c: root_factors(r, c, axes))(r, c)
     # The barriers, and indices that XLA does not know, keep it from cutting the stacks
     # into leaves again, which would take programs for each, and from fusing the passes

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from muon2_optax import moments, sharding
+from muon2_optax import averages, sharding
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.kernels import hopper
 from muon2_optax.sharding import Axes, Location
@@ -151,7 +151,7 @@ def in_two_passes(
 ) -> tuple[jax.Array, jax.Array]:
     """As ``of_leaf``, in XLA's two passes, for every leaf and backend."""
     local = local or (None,) * g.ndim
-    square = moments.square(g)
+    square = averages.square(g)
     col = _mean(square, axes.ins, local)
     if len(axes.splits) == 1:
         return _mean(square, axes.outs, local), col

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import grouped
@@ -108,7 +108,7 @@ def scale_by_low_rank_orthonormal(
             return q, [*axes.batch, None, None]
 
         return LowRankState(
-            moments.zeros_like(params, mu_dtype), trees.map_reduced(leaf, params)
+            averages.zeros_like(params, mu_dtype), trees.map_reduced(leaf, params)
         )
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
@@ -190,7 +190,7 @@ def _column_divisors(r: jax.Array, shape: Sequence[int], eps: Any) -> jax.Array:
     Where the momentum has a lower rank than R, the columns beyond it are 0 but for
     rounding, which normalized would be as large as the others and parallel to them.
     """
-    norms = roots.sqrt(jnp.sum(moments.square(r), axis=-2, keepdims=True))
+    norms = roots.sqrt(jnp.sum(averages.square(r), axis=-2, keepdims=True))
     noise = NOISE * math.sqrt(max(shape[-2:])) * float(jnp.finfo(r.dtype).eps)
     largest = jnp.max(norms, axis=-1, keepdims=True, initial=0.0)
     return jnp.where(norms <= noise * largest, jnp.inf, norms + eps)

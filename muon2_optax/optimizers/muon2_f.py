@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 from muon2_optax.axes import ShapeScale
@@ -99,7 +99,7 @@ def factorized_second_moment(
 
         return FactorizedSecondMomentState(
             count=jnp.zeros([], jnp.int32),
-            mu=moments.zeros_like(params, mu_dtype),
+            mu=averages.zeros_like(params, mu_dtype),
             nu_row=statistic(0),
             nu_col=statistic(1),
         )
@@ -107,7 +107,7 @@ def factorized_second_moment(
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        scales = moments.corrections(b1, b2, count, nesterov, bias_correction)
+        scales = averages.corrections(b1, b2, count, nesterov, bias_correction)
         names, axes, gs, (mus, rows, cols), rebuild = flatten_matrices(
             rules, updates, state.mu, state.nu_row, state.nu_col
         )
@@ -141,11 +141,11 @@ def _divided(
     nesterov: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The update of a leaf and its new momentum, from the root of its V."""
-    m, numerator = moments.momentum_step(g, mu, b1, nesterov)
+    m, numerator = averages.momentum_step(g, mu, b1, nesterov)
     if scales[1] is not None:
         root = jnp.sqrt(scales[1]) * root
-    numerator = moments.scaled(numerator, scales[0])
-    update = roots.divide(numerator, moments.divisor(root, eps))
+    numerator = averages.scale(numerator, scales[0])
+    update = roots.divide(numerator, averages.divisor(root, eps))
     return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
 
 
