@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from benchmarks import record
 from muon2_optax.execution import on_device
 from muon2_optax.kernels import hopper, newton_schulz, symmetric
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 
 STACKS = [(18, 2048, 5472), (24, 768, 3072), (48, 2048, 2048)]
 PRODUCTS = [(48, 2048, 2048), (18, 2048, 5504), (24, 768, 3072), (96, 768, 768)]
-PLAN = coefficients.resolve("keller", 3)
+PLAN = plans.resolve("keller", 3)
 
 
 def einsum(x: jax.Array) -> jax.Array:

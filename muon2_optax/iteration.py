@@ -15,10 +15,10 @@ from muon2_optax.schedules.coefficients import (
     AOL,
     Frobenius,
     Normalization,
-    Plan,
     Schatten,
     Spectral,
 )
+from muon2_optax.schedules.plans import Plan
 
 # From this ratio of the sides on, iterating on the small Gram matrix takes fewer
 # operations than iterating on X: (10 K - 10 + 4 r) m^3 against K (4 r + 2) m^3.

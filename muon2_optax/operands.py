@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from muon2_optax.schedules.coefficients import Plan
+from muon2_optax.schedules.plans import Plan
 
 
 def split(

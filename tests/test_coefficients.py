@@ -9,7 +9,7 @@ import pytest
 from reference import KELLER, scalar_newton_schulz
 
 import muon2_optax as m2
-from muon2_optax.schedules.coefficients import resolve
+from muon2_optax.schedules.plans import resolve
 
 ROWS = ((3.5, -4.0, 1.5), (3.0, -3.5, 1.2), (2.0, -1.5, 0.5))
 FIRST = m2.Schedule(ROWS)

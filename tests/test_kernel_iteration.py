@@ -20,7 +20,7 @@ from reference import relative_error
 from muon2_optax import iteration
 from muon2_optax.execution import on_device, transport
 from muon2_optax.kernels import newton_schulz, symmetric
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 
 KELLER3 = PLAN.rows
 
@@ -77,7 +77,7 @@ def test_at_least_as_accurate_as_plain_bfloat16(name, shape, emulated):
 @pytest.mark.parametrize("shape", [(96, 96), (64, 192)], ids=str)
 def test_every_number_of_steps(shape, steps, emulated):
     x = stack(shape, 3, np.float64)
-    got = _run([x], coefficients.resolve("keller", steps))[0]
+    got = _run([x], plans.resolve("keller", steps))[0]
     # Five steps of the Gram form multiply float16's 5e-4 by up to 3.4^2.
     assert relative_error(got, reference.keller(x, steps)) < (3e-3, 2e-2)[steps > 3]
 

@@ -30,8 +30,8 @@ from muon2_optax.execution import dispatch
 from muon2_optax.execution.factored_moment import root_of_outer
 from muon2_optax.optimizers.muon2_f import FactorizedSecondMomentState
 from muon2_optax.rules import MatrixRules
-from muon2_optax.schedules import coefficients
-from muon2_optax.schedules.coefficients import Plan
+from muon2_optax.schedules import plans
+from muon2_optax.schedules.plans import Plan
 from muon2_optax.sharding import locate
 
 _MOMENTS = (
@@ -105,7 +105,7 @@ def orthogonalization_report(
     '4.00'
     """
     rules = MatrixRules() if rules is None else rules
-    plan = coefficients.resolve(ns_coeffs, ns_steps)
+    plan = plans.resolve(ns_coeffs, ns_steps)
     zones = convergence_zones(ns_coeffs, ns_steps, tolerance)
     inputs: dict[str, jax.Array] = {}
     for state in jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, _MOMENTS)):

@@ -14,7 +14,8 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import on_device, on_mesh
 from muon2_optax.execution.transport import StoredLeaf
 from muon2_optax.kernels import hopper
-from muon2_optax.schedules.coefficients import AOL, Plan
+from muon2_optax.schedules.coefficients import AOL
+from muon2_optax.schedules.plans import Plan
 from muon2_optax.sharding import Shardings, locate
 
 

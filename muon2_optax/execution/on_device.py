@@ -17,7 +17,8 @@ from muon2_optax import dtypes
 from muon2_optax.arrays import limits, stacks, tracing
 from muon2_optax.iteration import adjoint, gram_runs, iterate, normalize
 from muon2_optax.kernels import hopper, newton_schulz
-from muon2_optax.schedules.coefficients import AOL, Normalization, Plan
+from muon2_optax.schedules.coefficients import AOL, Normalization
+from muon2_optax.schedules.plans import Plan
 
 
 def orthogonalize(

@@ -26,7 +26,7 @@ from muon2_optax.execution.on_device import orthogonalize_batch, run_per_platfor
 from muon2_optax.execution.transport import ShardLayout, StoredLeaf, device_count
 from muon2_optax.iteration import gram_runs
 from muon2_optax.kernels import hopper, newton_schulz
-from muon2_optax.schedules.coefficients import Plan
+from muon2_optax.schedules.plans import Plan
 from muon2_optax.sharding import Axes
 
 

@@ -12,7 +12,8 @@ from muon2_optax.arrays import limits
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.kernels import newton_schulz, symmetric
 from muon2_optax.kernels.tiles import Tiles
-from muon2_optax.schedules.coefficients import Frobenius, Plan
+from muon2_optax.schedules.coefficients import Frobenius
+from muon2_optax.schedules.plans import Plan
 
 # Largest product of leading coefficients that the input may be multiplied by.
 LARGEST = 8192.0

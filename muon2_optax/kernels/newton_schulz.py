@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from muon2_optax.arrays import stacks, tracing
 from muon2_optax.iteration import frobenius_divisor
 from muon2_optax.kernels import packing, symmetric
-from muon2_optax.schedules.coefficients import Frobenius, Plan
+from muon2_optax.schedules.coefficients import Frobenius
+from muon2_optax.schedules.plans import Plan
 
 # The kernel's operand A B^T counts in columns of this many elements.
 COLUMNS = 64

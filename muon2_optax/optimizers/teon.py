@@ -21,7 +21,7 @@ from muon2_optax.optimizers._route import decay_weights, route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import locate
 
@@ -63,7 +63,7 @@ def orthogonalize_jointly(
     dtypes.canonical("ns_dtype", ns_dtype)
     ns_steps = 5 if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
-    numbers, plan_with = operands.split_plan(coefficients.resolve(ns_coeffs, ns_steps))
+    numbers, plan_with = operands.split_plan(plans.resolve(ns_coeffs, ns_steps))
     group_size = 2 if group_size is None else operator.index(group_size)
     if group_size < 1:
         raise ValueError(f"group_size must be 1 or more, got {group_size}")
