@@ -30,7 +30,7 @@ def einsum(x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y / jnp.sqrt(jnp.sum(y * y, axis=(-2, -1), keepdims=True))
     y = y.astype(jnp.bfloat16)
-    for a, b, c in PLAN.rows:
+    for a, b, c in PLAN.triples:
         gram = jnp.einsum("lij,lkj->lik", y, y)
         poly = b * gram + c * jnp.einsum("lij,ljk->lik", gram, gram)
         y = a * y + jnp.einsum("lij,ljk->lik", poly, y)
@@ -46,7 +46,7 @@ def exact(x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y / jnp.sqrt(jnp.sum(y * y, axis=(-2, -1), keepdims=True))
     with jax.default_matmul_precision("highest"):
-        for a, b, c in PLAN.rows:
+        for a, b, c in PLAN.triples:
             gram = y @ jnp.swapaxes(y, -1, -2)
             y = a * y + (b * gram + c * (gram @ gram)) @ y
     return y

@@ -123,7 +123,7 @@ def gram_runs(plan: Plan, m: int, n: int, dtype: jnp.dtype) -> list[list[Any]]:
     """
     # bfloat16 keeps 8 bits: accumulating the factor loses more than it saves there.
     wide = n >= GRAM_ASPECT * m and dtype != jnp.bfloat16
-    return _split_runs(plan.rows) if wide else [[triple] for triple in plan.rows]
+    return _split_runs(plan.triples) if wide else [[triple] for triple in plan.triples]
 
 
 def _split_runs(triples: Sequence[Any]) -> list[list[Any]]:
@@ -172,7 +172,7 @@ def _gram(x: jax.Array, r: jax.Array, triples: Sequence[Any]) -> jax.Array:
 
 def _dynamic(x: jax.Array, plan: Plan) -> jax.Array:
     """Steps whose number is traced: a loop over the rows of an array."""
-    table = plan.rows
+    table = plan.triples
     last = table.shape[0] - 1
 
     def body(i: jax.Array, x: jax.Array) -> jax.Array:

@@ -33,10 +33,10 @@ def split_plan(
     plan: Plan,
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Plan]]:
     """``split`` of the coefficients and the step count of a plan."""
-    arrays, rebuilt = split((plan.rows, plan.steps))
+    arrays, rebuilt = split((plan.triples, plan.steps))
 
     def plan_with(arrays: Sequence[jax.Array]) -> Plan:
-        rows, steps = rebuilt(arrays)
-        return dataclasses.replace(plan, rows=rows, steps=steps)
+        triples, steps = rebuilt(arrays)
+        return dataclasses.replace(plan, triples=triples, steps=steps)
 
     return arrays, plan_with

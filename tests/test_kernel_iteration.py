@@ -22,7 +22,7 @@ from muon2_optax.execution import on_device, transport
 from muon2_optax.kernels import newton_schulz, symmetric
 from muon2_optax.schedules import plans
 
-KELLER3 = PLAN.rows
+KELLER3 = PLAN.triples
 
 
 def _with_spectrum(m, n, s, seed=0):
@@ -99,7 +99,7 @@ def test_negative_coefficients(steps, emulated):
     """The gain, whose root scales the input, has the sign of their product."""
     x = stack((64, 96), 3, np.float64)
     rows = tuple(tuple(-v for v in row) for row in KELLER3[:steps])
-    got = _run([x], dataclasses.replace(PLAN, rows=rows))[0]
+    got = _run([x], dataclasses.replace(PLAN, triples=rows))[0]
     want = (-1) ** steps * reference.keller(x, steps)
     assert relative_error(got, want) < 3e-3
 

@@ -82,12 +82,12 @@ def stack_size(
     m, n = shape
     if jnp.dtype(dtype).itemsize != 2 or m % 128 or m < 768:
         return None
-    if not (plan.static and isinstance(plan.normalization, Frobenius) and plan.rows):
+    if not (plan.static and isinstance(plan.normalization, Frobenius) and plan.triples):
         return None
-    known = all(isinstance(v, float) for row in plan.rows for v in row)
-    if not known or not 1 / LARGEST < abs(newton_schulz.gain(plan.rows)) < LARGEST:
+    known = all(isinstance(v, float) for triple in plan.triples for v in triple)
+    if not known or not 1 / LARGEST < abs(newton_schulz.gain(plan.triples)) < LARGEST:
         return None
-    if any(row[0] == 0 for row in plan.rows):
+    if any(triple[0] == 0 for triple in plan.triples):
         return None
     if count * Tiles().triangle_tiles(m) < 48:
         return None

@@ -58,7 +58,7 @@ def run(
     ordered = [matrices[i] for i in order]
     flat = stacks.to_stacks(ordered)
     assert isinstance(plan.normalization, Frobenius)
-    factors = _factors(flat, plan.normalization, gain(plan.rows))
+    factors = _factors(flat, plan.normalization, gain(plan.triples))
     # As many for each chunk, so that chunks that are alike share their programs.
     most = size.panels // each
     factors = jnp.pad(factors, (0, -len(factors) % most))
@@ -67,7 +67,7 @@ def run(
         filled = sum(map(len, members))
         mine = factors[first : first + most]
         stack = packing.write_panels(
-            members, mine, gain(plan.rows) < 0, size.panels, dtype
+            members, mine, gain(plan.triples) < 0, size.panels, dtype
         )
         outputs = iterate(
             stack, runs, interpret, members=filled, columns=n, grams=size.grams
@@ -108,7 +108,7 @@ def run_shards(
         wide = sizes.astype(jnp.float64)
         norm = jnp.sqrt(jnp.sum(jnp.square(wide), axis=(0, 1)) * (m * n))
         norm = _divisor(norm, plan.normalization)
-        factors = (gain(plan.rows) * wide / norm[None, None]).astype(jnp.float32)
+        factors = (gain(plan.triples) * wide / norm[None, None]).astype(jnp.float32)
     x = values.astype(jnp.float32) * factors[..., None, None]
     x = jnp.pad(x.astype(values.dtype), [(0, 0)] * 4 + [(0, -n % COLUMNS)])
     x = jnp.transpose(x, (2, 0, 3, 1, 4)).reshape(stack, down * m, -1)

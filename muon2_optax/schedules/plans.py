@@ -23,12 +23,12 @@ _OF_OPTAX = "; Optax's 'standard' is 'keller' here, and its 'dion' is 'you5'"
 class Plan:
     """What one orthogonalization runs: a normalization, then these steps.
 
-    ``rows`` is a tuple of triples known at trace time, or an array of shape (L, 3)
+    ``triples`` is a tuple of triples known at trace time, or an array of shape (L, 3)
     whose row ``min(i, L - 1)`` serves step i of ``steps``, which may both be traced.
     """
 
     normalization: Normalization
-    rows: Any
+    triples: Any
     steps: Any = None
 
     @property
