@@ -19,13 +19,14 @@ import optax
 from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.routing import doubts, names, report
-from muon2_optax.routing.binding import IN_OUT, RANK_2, rules_of_tree
+from muon2_optax.routing.binding import rules_of_tree
 from muon2_optax.routing.dimension_numbers import patterns_from
 from muon2_optax.routing.kinds import kind_of
 from muon2_optax.routing.leaves import ADAM as ADAM
 from muon2_optax.routing.leaves import MATRIX as MATRIX
 from muon2_optax.routing.leaves import UNCOVERED, Verdict
 from muon2_optax.routing.leaves import LeafRule as LeafRule
+from muon2_optax.routing.orientation import IN_OUT, RANK_2
 from muon2_optax.routing.patterns import Patterns
 
 
