@@ -30,12 +30,14 @@ from muon2_optax.optimizers.muon_bp import in_blocks, periodically
 from muon2_optax.optimizers.muon_eq import equilibrate
 from muon2_optax.optimizers.teon import orthogonalize_jointly
 from muon2_optax.orthogonalize import newton_schulz, newton_schulz_orthogonalize
+from muon2_optax.output_moments import (
+    scale_by_neuron_second_moment,
+    scale_by_output_second_moment,
+)
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import (
     keep_norm,
     scale_by_dual_norm,
-    scale_by_neuron_second_moment,
-    scale_by_output_second_moment,
     scale_by_shape,
     scale_to_rms,
 )

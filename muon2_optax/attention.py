@@ -133,7 +133,7 @@ def _shrink(layer: str, logits: Any, tau: Any) -> jax.Array:
         raise ValueError(
             f"the logits of {layer!r} have shape {logits.shape}, not (*batch, heads)"
         )
-    logits = logits.astype(dtypes.compute_dtype(logits.dtype))
+    logits = dtypes.widen(logits)
     # Divided over the devices, heads could not be grouped.
     logits = sharding.replicated(logits)
     above = (logits > tau) & jnp.isfinite(logits)
@@ -262,5 +262,5 @@ def _is_bias_of(name: str, kernel: str) -> bool:
 
 
 def _times(factor: jax.Array, x: jax.Array) -> jax.Array:
-    wide = x.astype(dtypes.compute_dtype(x.dtype))
+    wide = dtypes.widen(x)
     return (factor.astype(wide.real.dtype) * wide).astype(x.dtype)

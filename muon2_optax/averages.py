@@ -47,11 +47,18 @@ def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:
     return dtype or dtypes.real_dtype(dtypes.compute_dtype(jnp.result_type(p)))
 
 
+def zero_squares(params: optax.Params, dtype: Any = None) -> optax.Updates:
+    """Second moments of parameters that have seen no gradient, in ``second_dtype``."""
+    return jax.tree.map(
+        lambda p: sharding.zeros_like(p, second_dtype(p, dtype)), params
+    )
+
+
 def momentum_step(
     g: jax.Array, mu: jax.Array, b1: Any, nesterov: bool, dampening: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """The new momentum, and what stands in the numerator of the update."""
-    g = g.astype(dtypes.compute_dtype(g.dtype))
+    g = dtypes.widen(g)
     share = (1 - (b1 if dampening is None else dampening)) * g
     m = b1 * mu.astype(g.dtype) + share
     return m, b1 * m + share if nesterov else m
@@ -64,7 +71,7 @@ def average(old: jax.Array, new: jax.Array, decay: Any) -> jax.Array:
 
 def square(g: jax.Array) -> jax.Array:
     """|g|^2 in float32 or better."""
-    return dtypes.squared_magnitude(g.astype(dtypes.compute_dtype(g.dtype)))
+    return dtypes.squared_magnitude(dtypes.widen(g))
 
 
 def divisor(root: jax.Array, eps: Any) -> jax.Array:

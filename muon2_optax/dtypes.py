@@ -15,6 +15,11 @@ def compute_dtype(dtype: Any) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """x in the dtype in which it is computed with."""
+    return x.astype(compute_dtype(x.dtype))
+
+
 def real_dtype(dtype: Any) -> jnp.dtype:
     """The dtype of magnitudes: float32 for complex64, float64 for complex128."""
     return jnp.finfo(dtype).dtype

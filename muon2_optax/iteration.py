@@ -39,7 +39,7 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
       The result, at least float32, and the eps of AOL and Schatten, whose own scaling
       ``iterate`` does, in the result's units squared, (..., 1, 1).
     """
-    x = x.astype(dtypes.compute_dtype(x.dtype))
+    x = dtypes.widen(x)
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
     # A zero matrix is divided by infinity, which makes its derivative 0 as well.
     largest = jnp.where(largest == 0, jnp.inf, largest)

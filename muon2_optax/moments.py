@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import averages, dtypes, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 
@@ -106,7 +106,7 @@ def _corrected_momentum(
         after = 1 / (1 - averages._power(b1, count + 1))
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            wide = g.astype(dtypes.compute_dtype(g.dtype))
+            wide = dtypes.widen(g)
             m, _ = averages.momentum_step(g, mu, b1, nesterov=False)
             update = now * m
             if nesterov:
@@ -175,10 +175,7 @@ def scale_by_second_moment(
         return SecondMomentState(
             count=jnp.zeros([], jnp.int32),
             mu=averages.zeros_like(params, mu_dtype),
-            nu=jax.tree.map(
-                lambda p: sharding.zeros_like(p, averages.second_dtype(p, nu_dtype)),
-                params,
-            ),
+            nu=averages.zero_squares(params, nu_dtype),
         )
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:

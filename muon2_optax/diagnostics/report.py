@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import averages, moments, trees
+from muon2_optax import averages, dtypes, moments, trees
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import grouped
 from muon2_optax.diagnostics import spectra
@@ -172,7 +172,7 @@ def _inputs(state: Any, rules: MatrixRules, eps: Any) -> list[tuple[str, jax.Arr
         if axes is None:
             continue
         leaves = [mu, *(t[name] for t in statistics)]
-        m, *second = [spectra.wide(spectra.replicated(x)) for x in leaves]
+        m, *second = [dtypes.widen(spectra.replicated(x)) for x in leaves]
         if len(second) == 1:
             m = m / averages.divisor(jnp.sqrt(second[0]), eps)
         elif second:

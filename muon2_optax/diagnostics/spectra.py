@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes, iteration
+from muon2_optax import dtypes, iteration, roots
 from muon2_optax.schedules.coefficients import Frobenius
 from muon2_optax.sharding import replicated
 
@@ -36,7 +36,7 @@ def effective_rank(x: jax.Array) -> jax.Array:
 def stable_rank(x: jax.Array) -> jax.Array:
     """Squared Frobenius norm over squared spectral norm, (...); 0 for a zero matrix."""
     s = singular_values(x)
-    return jnp.sum(jnp.square(s / _positive(s[..., :1])), axis=-1)
+    return jnp.sum(jnp.square(s / roots.replace_zero(s[..., :1])), axis=-1)
 
 
 def cosine_to_polar(o: jax.Array, x: jax.Array, rtol: float | None = None) -> jax.Array:
@@ -79,7 +79,7 @@ def orthogonality_error(
     """
     if norm not in ("mean", "frobenius", "spectral"):
         raise ValueError(f"unknown norm {norm!r}; want mean, frobenius or spectral")
-    q = wide(replicated(q))
+    q = dtypes.widen(replicated(q))
     q = iteration.adjoint(q) if q.shape[-2] > q.shape[-1] else q
     gram = jnp.matmul(q, iteration.adjoint(q), precision=_HIGHEST)
     error = jnp.abs(jnp.linalg.eigvalsh(gram) - 1)
@@ -94,22 +94,13 @@ def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x with a largest magnitude of 1, out of reach of under- and overflow."""
     if x.ndim < 2:
         raise ValueError(f"want matrices (..., m, n), got shape {x.shape}")
-    x = wide(replicated(x))
+    x = dtypes.widen(replicated(x))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    return x / _positive(largest), largest
+    return x / roots.replace_zero(largest), largest
 
 
 def entropy_rank(s: jax.Array) -> jax.Array:
     """``effective_rank`` from singular values (..., k)."""
     total = jnp.sum(s, axis=-1, keepdims=True)
-    entropy = jnp.sum(jax.scipy.special.entr(s / _positive(total)), axis=-1)
+    entropy = jnp.sum(jax.scipy.special.entr(s / roots.replace_zero(total)), axis=-1)
     return jnp.where(total[..., 0] == 0, 0, jnp.exp(entropy))
-
-
-def _positive(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 1, x)
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """x in float32 or better."""
-    return x.astype(dtypes.compute_dtype(x.dtype))

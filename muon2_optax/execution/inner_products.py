@@ -44,7 +44,7 @@ def per_matrix(values: jax.Array, axes: ResolvedAxes) -> jax.Array:
 
 def squared_norms(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     """|x|^2 of every matrix of one leaf, in float32 or better."""
-    return _sums((_square(_widen(x)),), axes, _owners(axes))[0]
+    return _sums((_square(dtypes.widen(x)),), axes, _owners(axes))[0]
 
 
 def of_equal_leaves(
@@ -177,17 +177,13 @@ def _add_up(
 
 def _products(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
     """|x|^2, Re(conj(x) y) and |y|^2, entry by entry."""
-    x, y = _widen(x), _widen(y)
+    x, y = dtypes.widen(x), dtypes.widen(y)
     product = (x.conj() * y).real if jnp.iscomplexobj(x) else x * y
     return _square(x), product, _square(y)
 
 
 def _square(x: jax.Array) -> jax.Array:
     return (x.conj() * x).real if jnp.iscomplexobj(x) else x * x
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(dtypes.compute_dtype(x.dtype))
 
 
 def _sums(

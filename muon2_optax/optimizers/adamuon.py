@@ -9,8 +9,9 @@ from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._route import decay_weights, route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.output_moments import scale_by_output_second_moment
 from muon2_optax.rules import MatrixRules
-from muon2_optax.scaling import scale_by_output_second_moment, scale_to_rms
+from muon2_optax.scaling import scale_to_rms
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
 

@@ -74,9 +74,9 @@ def equilibrate(
 
         def leaf(name: str, m: jax.Array) -> tuple[jax.Array]:
             axes = require_matrix(rules, name, m)
-            wide = m.astype(dtypes.compute_dtype(m.dtype))
+            wide = dtypes.widen(m)
             # Entries of at most 1: their squares are in the range of float32.
-            x = wide / _positive(_largest(wide, axes))
+            x = wide / roots.replace_zero(_largest(wide, axes))
             return (dtypes.narrow(scale(x, axes), m.dtype),)
 
         return trees.map_leaves(leaf, updates)[0]
@@ -89,14 +89,14 @@ def _by_roots(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     sizes = jnp.asarray(axes.per_output(axes.splits), rows.dtype)
     # The fourth roots of the sums are the roots of the norms.
     along = roots.fourth_root(rows * sizes)
-    return x / _positive(along * roots.fourth_root(columns * axes.fan_in))
+    return x / roots.replace_zero(along * roots.fourth_root(columns * axes.fan_in))
 
 
 def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     rows, _ = _mean_squares(x, axes)
     # Means over the rows' means; every block's is where the block's outputs are.
     size = roots.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
-    x = x / _positive(size)
+    x = x / roots.replace_zero(size)
     for _ in range(SWEEPS):
         x = x / _held(_mean_squares(x, axes)[1])
         x = x / _held(_mean_squares(x, axes)[0])
@@ -126,10 +126,6 @@ def _largest(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
         for k in blocks
     ]
     return axes.by_block(largest)
-
-
-def _positive(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 1, x)
 
 
 @optimizer(ns_steps=5)
