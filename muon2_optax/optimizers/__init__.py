@@ -8,14 +8,14 @@ import optax
 from muon2_optax.optimizers._shared_arguments import NS_STEPS as NS_STEPS
 from muon2_optax.optimizers.adamuon import adamuon as adamuon
 from muon2_optax.optimizers.dion import dion as dion
-from muon2_optax.optimizers.hyperball import muon2_f_h as muon2_f_h
-from muon2_optax.optimizers.hyperball import muon2_h as muon2_h
-from muon2_optax.optimizers.hyperball import muon_h as muon_h
 from muon2_optax.optimizers.muon import muon as muon
 from muon2_optax.optimizers.muon2 import muon2 as muon2
 from muon2_optax.optimizers.muon2_f import muon2_f as muon2_f
+from muon2_optax.optimizers.muon2_f_h import muon2_f_h as muon2_f_h
+from muon2_optax.optimizers.muon2_h import muon2_h as muon2_h
 from muon2_optax.optimizers.muon_bp import muon_bp as muon_bp
 from muon2_optax.optimizers.muon_eq import muon_eq as muon_eq
+from muon2_optax.optimizers.muon_h import muon_h as muon_h
 from muon2_optax.optimizers.normuon import normuon as normuon
 from muon2_optax.optimizers.teon import teon as teon
 

@@ -8,7 +8,8 @@ order of the signature. What neither describes is an error of the import.
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 from muon2_optax.arguments import check_arguments
@@ -106,40 +107,62 @@ SHARED = {
     ),
 }
 
+# What three of them are to the optimizers on the hyperball.
+ON_SPHERE = {
+    "learning_rate": (
+        "length of a step relative to the weights, or a schedule of it, of the order of"
+        " 0.003 to 0.03; see ``hyperball``."
+    ),
+    "weight_decay_mask": (
+        "tree of bools, or function from parameters to one, as in"
+        " ``optax.add_decayed_weights``; for AdamW, since matrices have no decay."
+    ),
+    "cautious_weight_decay": (
+        "in AdamW, decay only entries that the update shrinks as well; see"
+        " ``add_cautious_weight_decay``."
+    ),
+}
+
 
 def optimizer(
-    ns_steps: int | None = None,
+    ns_steps: int | None = None, texts: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes an optimizer of a function: arguments checked, and all of them described.
 
     Args:
       ns_steps: what None stands for as the optimizer's argument ``ns_steps``.
+      texts: of arguments whose description is neither in the function's docstring nor
+        that of ``SHARED``.
     """
 
     def decorate(factory: Callable[P, R]) -> Callable[P, R]:
         if ns_steps is not None:
             NS_STEPS[factory.__name__] = ns_steps
-        return complete_docstring(check_arguments(factory, ns_steps))
+        return complete_docstring(check_arguments(factory, ns_steps), texts)
 
     return decorate
 
 
-def complete_docstring(factory: Callable[P, R]) -> Callable[P, R]:
-    """``factory``, with the arguments in its docstring that only ``SHARED`` describes.
+def complete_docstring(
+    factory: Callable[P, R], texts: Mapping[str, str] = MappingProxyType({})
+) -> Callable[P, R]:
+    """``factory``, its docstring with the arguments that it leaves to others.
 
     Raises:
-      KeyError: an argument that neither the docstring nor ``SHARED`` describes.
+      KeyError: an argument that neither the docstring, ``texts`` nor ``SHARED``
+        describes.
     """
     if factory.__doc__ is None:  # python -OO
         return factory
     before, own, after = _sections(inspect.cleandoc(factory.__doc__))
     steps = str(NS_STEPS.get(factory.__name__, ""))
+    described = SHARED | dict(texts)
     entries = []
     for name in inspect.signature(factory).parameters:
         if name in own:
             entries.append(own[name])
             continue
-        text = f"{name}: {SHARED[name].replace('{steps}', steps)}"
+        text = f"{name}: {described[name].replace('{steps}', steps)}"
         entries.append(
             textwrap.fill(
                 text,
