@@ -115,12 +115,14 @@ def scale_by_low_rank_orthonormal(
         del params
         names, lists, rebuild = trees.flatten_leaves(updates, state.mu, state.q)
         axes = [matrix_axes(name, g) for name, g in zip(names, lists[0])]
-        # Leaf by leaf: the update, its momentum and its Q.
-        flat = [x for leaf in zip(*lists) for x in leaf]
 
         def run(settings: tuple[Any, Any], *xs: jax.Array) -> list[jax.Array]:
-            return _run(axes, xs[0::3], xs[1::3], xs[2::3], *settings)
+            leaves = list(map(_Leaf, axes, xs[0::3], xs[1::3], xs[2::3]))
+            done = grouped(leaves, _Leaf.kind, lambda some: _update(some, *settings))
+            return [x for leaf in done for x in leaf]
 
+        # Leaf by leaf: the update, its momentum and its Q.
+        flat = [x for leaf in zip(*lists) for x in leaf]
         done = dispatch.with_automatic_axes(run, flat, (b1, eps))
         updates, mu, q = rebuild(done[0::3], done[1::3], done[2::3])
         return updates, LowRankState(mu, q)
@@ -129,59 +131,43 @@ def scale_by_low_rank_orthonormal(
 
 
 class _Leaf(NamedTuple):
-    """One leaf: its axes, gradient, momentum and Q, and what the iteration takes."""
+    """The axes of a leaf's matrices, its gradient, momentum and Q."""
 
     axes: ResolvedAxes
     g: jax.Array
     mu: jax.Array
     q: jax.Array
-    matrix: jax.Array  # B = M + G, (*batch, fan_in, fan_out)
-    factor: jax.Array  # Q in the dtype of B
+
+    def kind(self) -> Hashable:
+        """Leaves that agree in it run as one batch."""
+        sides = self.axes.fan_in, self.axes.splits, self.q.shape[-1]
+        return sides, dtypes.compute_dtype(self.g.dtype)
 
 
-def _run(
-    axes: Sequence[ResolvedAxes],
-    gs: Sequence[jax.Array],
-    mus: Sequence[jax.Array],
-    qs: Sequence[jax.Array],
-    b1: Any,
-    eps: Any,
-) -> list[jax.Array]:
-    """All leaves, those of equal shapes as one batch: update, momentum, Q of each."""
-    leaves = []
-    for a, g, mu, q in zip(axes, gs, mus, qs):
-        wide = dtypes.compute_dtype(g.dtype)
-        matrix = a.to_blocks(mu.astype(wide) + g.astype(wide))[0]
-        leaves.append(_Leaf(a, g, mu, q, matrix, q.astype(wide)))
-
-    def key(x: _Leaf) -> Hashable:
-        return x.matrix.shape[-2:], x.q.shape[-2:], x.factor.dtype
-
-    done = grouped(leaves, key, lambda batch: _run_batch(batch, b1, eps))
-    return [x for triple in done for x in triple]
-
-
-def _run_batch(
+def _update(
     leaves: Sequence[_Leaf], b1: Any, eps: Any
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Leaves of equal matrix shapes: update, momentum and Q of each."""
-    b = jnp.concatenate(stacks.to_stacks([x.matrix for x in leaves]))
-    q = jnp.concatenate(stacks.to_stacks([x.factor for x in leaves]))
-    ends = np.cumsum([math.prod(x.matrix.shape[:-2]) for x in leaves])[:-1]
+    """The update, the momentum and the Q of leaves of one kind."""
+    dtype = dtypes.compute_dtype(leaves[0].g.dtype)
+    momenta = [
+        x.axes.to_blocks(x.mu.astype(dtype) + x.g.astype(dtype))[0] for x in leaves
+    ]
+    b = jnp.concatenate(stacks.to_stacks(momenta))
+    q = jnp.concatenate(stacks.to_stacks([x.q.astype(dtype) for x in leaves]))
+    ends = np.cumsum([math.prod(x.shape[:-2]) for x in momenta])[:-1]
     parts = [jnp.split(y, ends) for y in _power_iteration(b, q, b1, eps)]
-    results = []
-    for x, update, rest, new_q in zip(leaves, *parts):
+
+    def restore(x: _Leaf, momentum: jax.Array, *done: jax.Array) -> Any:
         update, rest = (
-            x.axes.from_blocks([y.reshape(x.matrix.shape)]) for y in (update, rest)
+            x.axes.from_blocks([y.reshape(momentum.shape)]) for y in done[:2]
         )
-        results.append(
-            (
-                dtypes.narrow(update, x.g.dtype),
-                dtypes.stored(rest, x.mu),
-                new_q.reshape(x.q.shape).astype(x.q.dtype),
-            )
+        return (
+            dtypes.narrow(update, x.g.dtype),
+            dtypes.stored(rest, x.mu),
+            done[2].reshape(x.q.shape).astype(x.q.dtype),
         )
-    return results
+
+    return list(map(restore, leaves, momenta, *parts))
 
 
 def _column_divisors(r: jax.Array, shape: Sequence[int], eps: Any) -> jax.Array:
