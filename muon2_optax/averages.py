@@ -30,7 +30,7 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
         if given and not needed:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(
-                f"mu_dtype={dtype.name} is complex, but {trees.shown(name)} is real;"
+                f"mu_dtype={dtype.name} is complex, but {trees.quote(name)} is real;"
                 " give a real mu_dtype, which complex parameters do not follow"
             )
         if not jnp.issubdtype(

@@ -106,7 +106,7 @@ def round_with_dither(x: jax.Array, dtype: Any, count: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded, x)
 
 
-def stored(x: jax.Array, old: jax.Array) -> jax.Array:
+def narrow_average(x: jax.Array, old: jax.Array) -> jax.Array:
     """A moving average x in the dtype of its old value, as ``narrow`` does.
 
     An average that has become smaller must not be rounded back to its old value, or it

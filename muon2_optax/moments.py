@@ -111,7 +111,7 @@ def _corrected_momentum(
             update = now * m
             if nesterov:
                 update = b1 * after * m + (1 - b1) * now * wide
-            return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
+            return dtypes.narrow(update, g.dtype), dtypes.narrow_average(m, mu)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
         return updates, CorrectedMomentumState(count, mu)
@@ -210,7 +210,7 @@ def _first(
 ) -> tuple[jax.Array, jax.Array]:
     """The update of a leaf and its new momentum."""
     m, numerator = averages.momentum_step(g, mu, b1, nesterov, dampening)
-    return dtypes.narrow(numerator, g.dtype), dtypes.stored(m, mu)
+    return dtypes.narrow(numerator, g.dtype), dtypes.narrow_average(m, mu)
 
 
 @tracing.once
@@ -236,6 +236,6 @@ def _first_and_second(
     )
     return (
         dtypes.narrow(update, g.dtype),
-        dtypes.stored(m, mu),
-        dtypes.stored(v, nu),
+        dtypes.narrow_average(m, mu),
+        dtypes.narrow_average(v, nu),
     )

@@ -22,21 +22,21 @@ def split(
     leaves, structure = jax.tree.flatten(settings)
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
-    def rebuilt(arrays: Sequence[jax.Array]) -> Any:
+    def rebuild(arrays: Sequence[jax.Array]) -> Any:
         new = dict(zip(places, arrays, strict=True))
         return structure.unflatten(new.get(i, x) for i, x in enumerate(leaves))
 
-    return [leaves[i] for i in places], rebuilt
+    return [leaves[i] for i in places], rebuild
 
 
 def split_plan(
     plan: Plan,
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Plan]]:
     """``split`` of the coefficients and the step count of a plan."""
-    arrays, rebuilt = split((plan.triples, plan.steps))
+    arrays, rebuild = split((plan.triples, plan.steps))
 
     def plan_with(arrays: Sequence[jax.Array]) -> Plan:
-        triples, steps = rebuilt(arrays)
+        triples, steps = rebuild(arrays)
         return dataclasses.replace(plan, triples=triples, steps=steps)
 
     return arrays, plan_with

@@ -14,7 +14,7 @@ from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules import plans
 from muon2_optax.schedules.coefficients import NSCoeffs
-from muon2_optax.sharding import Shardings, checked
+from muon2_optax.sharding import Shardings, check_shardings
 
 
 def newton_schulz(
@@ -96,7 +96,7 @@ def newton_schulz_orthogonalize(
     check_static(ns_steps=ns_steps, ns_dtype=ns_dtype)
     dtypes.canonical("ns_dtype", ns_dtype)
     ns_steps = 3 if ns_steps is None else ns_steps
-    rules, shardings = rules_or_default(rules), checked(shardings)
+    rules, shardings = rules_or_default(rules), check_shardings(shardings)
     plan = plans.resolve(ns_coeffs, ns_steps)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:

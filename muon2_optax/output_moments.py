@@ -123,7 +123,7 @@ def _divide_by_average_root(
             v = averages.average(nu, new, b2)
             root = jnp.expand_dims(roots.sqrt(v + eps_root), gone)
             update = dtypes.widen(o) / averages.divisor(root, eps)
-            return update.astype(o.dtype), dtypes.stored(v, nu)
+            return update.astype(o.dtype), dtypes.narrow_average(v, nu)
 
         updates, nu = trees.map_leaves(leaf, updates, state.nu)
         return updates, OutputSecondMomentState(nu)

@@ -93,7 +93,7 @@ def hyperball(
     >>> bool(jnp.isclose(jnp.linalg.norm(w["w"] + updates["w"]), 5.0))
     True
     """
-    rules, shardings = rules_or_default(rules), sharding.checked(shardings)
+    rules, shardings = rules_or_default(rules), sharding.check_shardings(shardings)
     _check_radius(radius)
 
     def init_fn(params: optax.Params) -> HyperballState:
@@ -103,7 +103,7 @@ def hyperball(
             axes = require_matrix(rules, name, p)
             norms = _norms(p, axes)
             if radius is None and _any_zero(p, norms):
-                zeros.append(name or trees.shown(name))
+                zeros.append(name or trees.quote(name))
             return _radii(radius, norms, axes)
 
         state = HyperballState(

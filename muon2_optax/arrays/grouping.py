@@ -8,7 +8,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def grouped(
+def run_in_groups(
     items: Sequence[T],
     key: Callable[[T], Hashable],
     fn: Callable[[list[T]], Iterable[R]],

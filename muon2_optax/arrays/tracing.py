@@ -26,7 +26,7 @@ def once(fn: Callable[P, R]) -> Callable[P, R]:
     where a setting is an array, as under ``optax.inject_hyperparams``: numbers known
     while tracing are computed with in Python, in higher precision.
     """
-    return _shared(fn, _settings(fn))
+    return _share_traces(fn, _settings(fn))
 
 
 def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
@@ -42,11 +42,11 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
         return [leaf(*row, **kwargs) for row in rows]
 
     few.__name__ = fn.__name__  # for profiles
-    together = _shared(few, _settings(fn))
+    together = _share_traces(few, _settings(fn))
 
     def kind(row: Sequence[jax.Array]) -> Any:
         # Rows that are not traced stay out of calls, which would compile them.
-        return _traced(row), [(x.shape, x.dtype) for x in row]
+        return _is_traced(row), [(x.shape, x.dtype) for x in row]
 
     @functools.wraps(fn)
     def call(*lists: Iterable[jax.Array], **kwargs: Any) -> list[R]:
@@ -64,22 +64,22 @@ def _settings(fn: Callable[..., Any]) -> list[str]:
     return [n for n, p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-def _shared(fn: Callable[P, R], settings: Sequence[str]) -> Callable[P, R]:
+def _share_traces(fn: Callable[P, R], settings: Sequence[str]) -> Callable[P, R]:
     shared = jax.jit(fn, static_argnames=settings)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        run = shared if _traced(args) and _hashable(kwargs.values()) else fn
+        run = shared if _is_traced(args) and _are_hashable(kwargs.values()) else fn
         return run(*args, **kwargs)
 
     return call
 
 
-def _traced(args: Any) -> bool:
+def _is_traced(args: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
 
 
-def _hashable(values: Iterable[Any]) -> bool:
+def _are_hashable(values: Iterable[Any]) -> bool:
     try:
         hash(tuple(values))
     except TypeError:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from muon2_optax import averages, dtypes, moments, trees
 from muon2_optax.arrays import stacks
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.diagnostics import spectra
 from muon2_optax.diagnostics.spectra import (
     cosine_to_polar,
@@ -155,7 +155,7 @@ def _map_by_shape(
             for x, part, end in zip(xs, flat, ends)
         ]
 
-    return dict(zip(inputs, grouped(list(inputs.values()), key, run)))
+    return dict(zip(inputs, run_in_groups(list(inputs.values()), key, run)))
 
 
 def _cut(tree: Any, start: int, end: int, batch: tuple[int, ...]) -> Any:
@@ -172,7 +172,7 @@ def _inputs(state: Any, rules: MatrixRules, eps: Any) -> list[tuple[str, jax.Arr
         if axes is None:
             continue
         leaves = [mu, *(t[name] for t in statistics)]
-        m, *second = [dtypes.widen(spectra.replicated(x)) for x in leaves]
+        m, *second = [dtypes.widen(spectra.replicate(x)) for x in leaves]
         if len(second) == 1:
             m = m / averages.divisor(jnp.sqrt(second[0]), eps)
         elif second:

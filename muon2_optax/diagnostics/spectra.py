@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from muon2_optax import dtypes, iteration, roots
 from muon2_optax.schedules.coefficients import Frobenius
-from muon2_optax.sharding import replicated
+from muon2_optax.sharding import replicate
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def singular_values(x: jax.Array) -> jax.Array:
     """Singular values of each matrix, (..., min(m, n)), descending."""
-    x, largest = _scaled(x)
+    x, largest = _scale_to_unit(x)
     return largest[..., 0] * jnp.linalg.svd(x, compute_uv=False)
 
 
@@ -54,11 +54,11 @@ def cosine_to_polar(o: jax.Array, x: jax.Array, rtol: float | None = None) -> ja
     Returns:
       Real array (...); 0 where o or x is zero.
     """
-    u, s, vh = jnp.linalg.svd(_scaled(x)[0], full_matrices=False)
+    u, s, vh = jnp.linalg.svd(_scale_to_unit(x)[0], full_matrices=False)
     rtol = 10 * float(jnp.finfo(s.dtype).eps) if rtol is None else rtol
     kept = s > rtol * s[..., :1]
     exact = jnp.matmul(u * kept[..., None, :], vh, precision=_HIGHEST)
-    direction = iteration.normalize(replicated(o), Frobenius())[0]
+    direction = iteration.normalize(replicate(o), Frobenius())[0]
     inner = jnp.sum((direction.conj() * exact).real, axis=(-2, -1))
     return inner / jnp.sqrt(jnp.maximum(jnp.sum(kept, axis=-1), 1))
 
@@ -79,7 +79,7 @@ def orthogonality_error(
     """
     if norm not in ("mean", "frobenius", "spectral"):
         raise ValueError(f"unknown norm {norm!r}; want mean, frobenius or spectral")
-    q = dtypes.widen(replicated(q))
+    q = dtypes.widen(replicate(q))
     q = iteration.adjoint(q) if q.shape[-2] > q.shape[-1] else q
     gram = jnp.matmul(q, iteration.adjoint(q), precision=_HIGHEST)
     error = jnp.abs(jnp.linalg.eigvalsh(gram) - 1)
@@ -90,11 +90,11 @@ def orthogonality_error(
     return jnp.sqrt(jnp.sum(jnp.square(error), axis=-1))
 
 
-def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scale_to_unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x with a largest magnitude of 1, out of reach of under- and overflow."""
     if x.ndim < 2:
         raise ValueError(f"want matrices (..., m, n), got shape {x.shape}")
-    x = dtypes.widen(replicated(x))
+    x = dtypes.widen(replicate(x))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
     return x / roots.replace_zero(largest), largest
 

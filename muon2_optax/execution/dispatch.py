@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from muon2_optax import operands
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import on_device, on_mesh
 from muon2_optax.execution.transport import StoredLeaf
@@ -60,9 +60,9 @@ def orthogonalize_leaves(
             on_mesh.orthogonalize, stored=known, plan=plan, ns_dtype=ns_dtype
         )
         # What travels in 16 bits travels as integers, which have no derivative.
-        return hopper.differentiable(exchange, in_place)(*xs)
+        return hopper.add_derivative(exchange, in_place)(*xs)
 
-    return grouped(range(len(leaves)), key, run)
+    return run_in_groups(range(len(leaves)), key, run)
 
 
 def orthogonalize_in_place(
@@ -103,7 +103,7 @@ def orthogonalize_by_shape(
     def run(batch: list[jax.Array]) -> list[jax.Array]:
         return on_device.orthogonalize(batch, plan, ns_dtype, undivided)
 
-    return grouped(matrices, key, run)
+    return run_in_groups(matrices, key, run)
 
 
 def with_automatic_axes(

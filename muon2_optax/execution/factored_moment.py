@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from muon2_optax import averages, roots, sharding
 from muon2_optax.arrays import limits
-from muon2_optax.arrays.grouping import even_size, grouped
+from muon2_optax.arrays.grouping import even_size, run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import mean_squares
 from muon2_optax.sharding import Location, Shardings, locate
@@ -75,7 +75,7 @@ def update_moments(
         few = (members[i : i + size] for i in range(0, len(members), size))
         return [y for some in few for y in _update_equal([leaves[i] for i in some], b2)]
 
-    return grouped(range(len(leaves)), key, run)
+    return run_in_groups(range(len(leaves)), key, run)
 
 
 def _update_one(x: Leaf, b2: Any, location: Location) -> Moment:

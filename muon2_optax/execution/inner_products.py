@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from muon2_optax import dtypes
 from muon2_optax.arrays import tracing
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.sharding import Location, Shardings, locate
 
@@ -93,7 +93,7 @@ def of_pairs(
 
     def run(members: list[int]) -> list[InnerProducts]:
         if mesh(members[0]) is None:
-            return [_whole(xs[i], ys[i], axes=axes[i]) for i in members]
+            return [_of_pair(xs[i], ys[i], axes=axes[i]) for i in members]
         found = _across_devices(
             [(xs[i], ys[i]) for i in members],
             tuple(axes[i] for i in members),
@@ -101,11 +101,11 @@ def of_pairs(
         )
         return [InnerProducts(*products) for products in found]
 
-    return grouped(range(len(xs)), mesh, run)
+    return run_in_groups(range(len(xs)), mesh, run)
 
 
 @tracing.once
-def _whole(x: jax.Array, y: jax.Array, *, axes: ResolvedAxes) -> InnerProducts:
+def _of_pair(x: jax.Array, y: jax.Array, *, axes: ResolvedAxes) -> InnerProducts:
     return InnerProducts(*_sums(_products(x, y), axes, _owners(axes)))
 
 
@@ -117,7 +117,7 @@ def _across_devices(
 ) -> list[tuple[jax.Array, ...]]:
     """Every device sums its parts of all leaves, and one all-reduce adds them up."""
     mesh = places[0].mesh
-    specs = [PartitionSpec(*_padded(p, len(p.dims))) for p in places]
+    specs = [PartitionSpec(*_full_spec(p, len(p.dims))) for p in places]
 
     def local(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[Any]:
         sums = [
@@ -257,11 +257,11 @@ def _local_owners(axes: ResolvedAxes, place: Location) -> jax.Array | None:
     return jax.lax.dynamic_slice_in_dim(owners, start, size, axis=out)
 
 
-def _padded(place: Location, rank: int) -> tuple[Any, ...]:
+def _full_spec(place: Location, rank: int) -> tuple[Any, ...]:
     return tuple(place.spec) + (None,) * (rank - len(place.spec))
 
 
 def _batch_spec(axes: ResolvedAxes, place: Location) -> PartitionSpec:
     """How one number per matrix is divided: as the batch axes are."""
-    spec = _padded(place, len(axes.shape))
+    spec = _full_spec(place, len(axes.shape))
     return PartitionSpec(*(spec[a] for a in axes.batch))

@@ -42,7 +42,7 @@ def of_equal_leaves(
         rows, columns = zip(*(in_two_passes(g, axes, g.shape) for g in gs))
         return jnp.stack(rows), jnp.stack(columns)
 
-    run = hopper.differentiable(cuda, stock)
+    run = hopper.add_derivative(cuda, stock)
     return jax.lax.platform_dependent(*gs, cuda=run, default=stock)
 
 
@@ -62,7 +62,7 @@ def of_leaf(
     """
     part = location.local_shape(g.shape)
     kernel = location.on_mesh and hopper.takes_sums(part, g.dtype, axes)
-    return _of_leaf(g, axes, location.reshapable(g), location if kernel else None)
+    return _of_leaf(g, axes, location.reshapable_sizes(g), location if kernel else None)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -81,7 +81,7 @@ def _of_leaf(
     if location is None:
         return stock(g)
     on_mesh = functools.partial(_on_mesh, axes=axes, location=location)
-    cuda = hopper.differentiable(on_mesh, stock)
+    cuda = hopper.add_derivative(on_mesh, stock)
     return jax.lax.platform_dependent(g, cuda=cuda, default=stock)
 
 

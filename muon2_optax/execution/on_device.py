@@ -93,7 +93,7 @@ def orthogonalize_batch(
     if size is None:
         return stock(*matrices)
     runs = gram_runs(plan, m, n, dtype)
-    fast = hopper.differentiable(
+    fast = hopper.add_derivative(
         lambda *xs: newton_schulz.run(xs, plan, runs, size, dtype), stock
     )
     return fast(*matrices)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from muon2_optax import dtypes, roots, trees
 from muon2_optax.arrays import limits, tracing
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products
 from muon2_optax.execution.inner_products import InnerProducts, per_matrix
@@ -41,8 +41,8 @@ def parameters_of(
     for name, u, (other, w) in zip(names, updates, named):
         if name != other or jnp.shape(u) != jnp.shape(w):
             raise ValueError(
-                f"the update of {trees.shown(name)} has shape {jnp.shape(u)}, but the"
-                f" parameter in its place is {trees.shown(other)} of shape"
+                f"the update of {trees.quote(name)} has shape {jnp.shape(u)}, but the"
+                f" parameter in its place is {trees.quote(other)} of shape"
                 f" {jnp.shape(w)}: give update() the parameters of its updates"
             )
     return [w for _, w in named]
@@ -69,13 +69,15 @@ def factors(
         most = max(1, limits.LEAVES_ON_SPHERE // len(some[0].axes.splits))
         few = (some[low : low + most] for low in range(0, len(some), most))
         return [
-            factors for part in few for factors in _step_factors_stacked(part, rate)
+            factors
+            for part in few
+            for factors in _step_factors_of_equal_leaves(part, rate)
         ]
 
-    return grouped(range(len(leaves)), key, run)
+    return run_in_groups(range(len(leaves)), key, run)
 
 
-def _step_factors_stacked(
+def _step_factors_of_equal_leaves(
     leaves: Sequence[Leaf], rate: Any
 ) -> list[tuple[jax.Array, jax.Array]]:
     """``step_factors`` of equal leaves on one device, in one program."""

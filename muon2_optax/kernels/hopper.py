@@ -60,7 +60,7 @@ def usable(undivided: bool) -> bool:
     return available() and (undivided or _forced.get() is True)
 
 
-def differentiable(
+def add_derivative(
     fast: Callable[..., Any], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
     """``fast``, which has no derivative, with that of ``plain``."""

@@ -101,7 +101,7 @@ def _group(members: Sequence[jax.Array], turned: int) -> list[Group]:
         shape, _ = kind
         few = limits.ENTRIES_IN_PANEL_WRITE // math.prod(shape)
         few = max(1, min(limits.LEAVES_IN_PANEL_WRITE, few))
-        return turned if _tall(shape) else few
+        return turned if _is_tall(shape) else few
 
     found = consecutive(members, lambda y: (y.shape, y.dtype), most)
     counts = [sum(map(len, some)) for some in found]
@@ -115,7 +115,7 @@ def _make_panels(
     factors: jax.Array, *members: jax.Array, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """A group's panels: its matrices times their factors' squares, or minus that."""
-    parts = [jnp.concatenate(members)] if _tall(members[0].shape) else members
+    parts = [jnp.concatenate(members)] if _is_tall(members[0].shape) else members
     # One by one: a factor that varies along an array is loaded for each element.
     own = jax.lax.split(factors, list(map(len, parts)))
     how = {"negative": negative, "dtype": dtype}
@@ -145,7 +145,7 @@ def _hide_equality(x: jax.Array, groups: Sequence[Group]) -> Sequence[jax.Array]
     return jax.lax.optimization_barrier((x,) * len(groups))
 
 
-def _tall(shape: Sequence[int]) -> bool:
+def _is_tall(shape: Sequence[int]) -> bool:
     return shape[-2] > shape[-1]
 
 
@@ -159,7 +159,7 @@ def _cut_panels(y: jax.Array) -> jax.Array:
         return y
     y = store_row_major(y)
     y = jnp.pad(y, [(0, 0), *((0, -k % m) for k in y.shape[1:])])
-    if not _tall(y.shape):
+    if not _is_tall(y.shape):
         return jnp.swapaxes(y.reshape(-1, m, panels(m, n), m), 1, 2).reshape(-1, m, m)
     # Padded before they are turned, and turned in a pass of their own: XLA has a fast
     # program for that, which writes no part of a larger array.
@@ -187,6 +187,6 @@ def _join_panels(rows: jax.Array, sides: tuple[int, ...]) -> jax.Array:
     each = panels(m, n)
     rows = jnp.swapaxes(rows.reshape(-1, each, m, m), 1, 2)
     rows = rows.reshape(-1, each * m)[:, :n]
-    if not _tall(sides):
+    if not _is_tall(sides):
         return rows
     return store_row_major(store_row_major(rows.reshape(-1, m, n)).mT).reshape(-1, m)

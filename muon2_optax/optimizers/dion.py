@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from muon2_optax import averages, dtypes, roots, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.iteration import adjoint, product
@@ -87,7 +87,7 @@ def scale_by_low_rank_orthonormal(
         axes = require_matrix(rules, name, leaf)
         if len(axes.splits) > 1:
             raise ValueError(
-                f"{trees.shown(name)}: low-rank updates take whole matrices; remove"
+                f"{trees.quote(name)}: low-rank updates take whole matrices; remove"
                 " out_splits from its rule, or store the parts as leaves of their own"
             )
         return axes
@@ -118,7 +118,9 @@ def scale_by_low_rank_orthonormal(
 
         def run(settings: tuple[Any, Any], *xs: jax.Array) -> list[jax.Array]:
             leaves = list(map(_Leaf, axes, xs[0::3], xs[1::3], xs[2::3]))
-            done = grouped(leaves, _Leaf.kind, lambda some: _update(some, *settings))
+            done = run_in_groups(
+                leaves, _Leaf.kind, lambda some: _update(some, *settings)
+            )
             return [x for leaf in done for x in leaf]
 
         # Leaf by leaf: the update, its momentum and its Q.
@@ -163,7 +165,7 @@ def _update(
         )
         return (
             dtypes.narrow(update, x.g.dtype),
-            dtypes.stored(rest, x.mu),
+            dtypes.narrow_average(rest, x.mu),
             done[2].reshape(x.q.shape).astype(x.q.dtype),
         )
 

@@ -83,7 +83,7 @@ def factorized_second_moment(
       Shazeer and Stern 2018, "Adafactor", for the factored form.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    rules, shardings = rules_or_default(rules), sharding.checked(shardings)
+    rules, shardings = rules_or_default(rules), sharding.check_shardings(shardings)
 
     def init_fn(params: optax.Params) -> FactorizedSecondMomentState:
         def statistic(which: int) -> Any:
@@ -116,7 +116,7 @@ def factorized_second_moment(
 
         def leaf(x: Any, mu: jax.Array, moment: Any) -> tuple[jax.Array, ...]:
             r, c, root = moment
-            update, m = _divided(
+            update, m = _divide_by_root(
                 x.g, mu, root, scales, b1=b1, eps=eps, nesterov=nesterov
             )
             return update, m, r.astype(x.row.dtype), c.astype(x.col.dtype)
@@ -130,7 +130,7 @@ def factorized_second_moment(
 
 
 @tracing.once
-def _divided(
+def _divide_by_root(
     g: jax.Array,
     mu: jax.Array,
     root: jax.Array,
@@ -146,7 +146,7 @@ def _divided(
         root = jnp.sqrt(scales[1]) * root
     numerator = averages.scale(numerator, scales[0])
     update = roots.divide(numerator, averages.divisor(root, eps))
-    return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
+    return dtypes.narrow(update, g.dtype), dtypes.narrow_average(m, mu)
 
 
 @optimizer(ns_steps=3)

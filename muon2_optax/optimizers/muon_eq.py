@@ -98,12 +98,12 @@ def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     size = roots.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
     x = x / roots.replace_zero(size)
     for _ in range(SWEEPS):
-        x = x / _held(_mean_squares(x, axes)[1])
-        x = x / _held(_mean_squares(x, axes)[0])
+        x = x / _limited_root(_mean_squares(x, axes)[1])
+        x = x / _limited_root(_mean_squares(x, axes)[0])
     return x
 
 
-def _held(mean_square: jax.Array) -> jax.Array:
+def _limited_root(mean_square: jax.Array) -> jax.Array:
     """What a row or column is divided by; zero ones stay zero whatever it is."""
     return jnp.clip(roots.sqrt(mean_square), 1 / LARGEST, LARGEST)
 

@@ -30,7 +30,7 @@ def patterns_from(dimension_numbers: Any, params: optax.Params | None) -> Patter
             continue
         if spec is not None and not _is_spec(spec):
             raise TypeError(
-                f"{trees.shown(name)}: want MuonDimensionNumbers or None, got {spec!r}"
+                f"{trees.quote(name)}: want MuonDimensionNumbers or None, got {spec!r}"
             )
         axes = None if spec is None else _from_spec(spec)
         patterns.append((f"^{re.escape(name)}(/|$)" if name else r"", axes))

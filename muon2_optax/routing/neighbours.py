@@ -30,8 +30,8 @@ def rules_by_neighbours(tree: "Tree", candidates: Sequence[str]) -> dict[str, Le
     for path in candidates:
         key = tree.key(path)
         shape = tree.shapes[key]
-        if tree.stacked(key):
-            doubt = "it is wider than the layers' matrices" if tree.wide(key) else ""
+        if tree.is_stacked(key):
+            doubt = "it is wider than the layers' matrices" if tree.is_wide(key) else ""
             send(path, "vectors of stacked layers", doubt)
         elif shape is not None and tree.is_bias(key, shape):
             send(path, "bias beside its weight")
@@ -79,7 +79,7 @@ class Tree:
     def siblings(self, key: Path) -> set[str]:
         return self.children[key[:-1]]
 
-    def stacked(self, key: Path) -> bool:
+    def is_stacked(self, key: Path) -> bool:
         """Whether the leaf is in a subtree of stacked layers, and may be a vector.
 
         A ``kernel`` of rank 2 would be of rank 1 in its layer, which no layer has.
@@ -88,7 +88,7 @@ class Tree:
             return False
         return any(key[:depth] in self._stacks for depth in range(len(key)))
 
-    def wide(self, key: Path) -> bool:
+    def is_wide(self, key: Path) -> bool:
         """Whether a leaf has a side that no matrix stacked with it has the like of."""
         sides = [self._stacks.get(key[:depth], 0) for depth in range(len(key))]
         return max(self.shapes[key] or (0,)) > max(sides)

@@ -73,7 +73,7 @@ class Router:
             return _fit(path, shape, IN_OUT, RANK_2, RANK_2)
         if self._strict:
             raise ValueError(
-                f"{trees.shown(path)} of shape {tuple(shape)} has no matrix rule;"
+                f"{trees.quote(path)} of shape {tuple(shape)} has no matrix rule;"
                 " add one to MatrixRules, for example (pattern, MatrixAxes(-2, -1)) for"
                 " a stack of matrices, or (pattern, None) for AdamW"
             )
@@ -91,7 +91,7 @@ def _fit(
     try:
         resolved = None if axes is None else axes.resolve(shape)
     except ValueError as err:
-        name = trees.shown(path)
+        name = trees.quote(path)
         raise ValueError(f"{name} of shape {shape}, {source}: {err}") from err
     return Verdict(path, shape, resolved, reason)
 

@@ -61,8 +61,8 @@ class Schedule:
                 "normalization must be Frobenius(), AOL(), Schatten() or Spectral(),"
                 f" got {self.normalization!r}"
             )
-        object.__setattr__(self, "triples", _checked(self.triples))
-        object.__setattr__(self, "shorter", tuple(map(_checked, self.shorter)))
+        object.__setattr__(self, "triples", _check_triples(self.triples))
+        object.__setattr__(self, "shorter", tuple(map(_check_triples, self.shorter)))
 
     @property
     def tables(self) -> dict[int, tuple[Triple, ...]]:
@@ -91,7 +91,7 @@ class Schedule:
         return tuple(self.triples[min(i, have - 1)] for i in range(steps))
 
 
-def _checked(triples: Any) -> tuple[Any, ...]:
+def _check_triples(triples: Any) -> tuple[Any, ...]:
     """Triples as floats, all finite."""
     if any(np.ndim(row) == 0 for row in triples):
         raise ValueError(
