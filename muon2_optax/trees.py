@@ -160,9 +160,10 @@ def _check_paths(updates: Any, state: Any) -> None:
     raise ValueError(
         f"the updates have {len(new)} leaves and the state has {len(old)}; the first"
         f" that differ are {_quote_keys(got, want)} of the updates and"
-        f" {_quote_keys(want, got)} of the state. A state belongs to paths and their order: update() needs the"
-        " tree that init() saw, in the same containers (a parameter without gradient"
-        " needs zeros, not None); for another tree, make another state with init()"
+        f" {_quote_keys(want, got)} of the state. A state belongs to paths and their"
+        " order: update() needs the tree that init() saw, in the same containers (a"
+        " parameter without gradient needs zeros, not None); for another tree, make"
+        " another state with init()"
     )
 
 
