@@ -1,7 +1,7 @@
 """The arithmetic of moving averages of gradients and of their squares.
 
-Pure functions of one leaf, under the transforms in ``moments`` and all others that
-average. They compute in float32 or better.
+Pure functions on one leaf. The transforms in ``moments``, and all others that keep
+averages, are made of them. They compute in float32 or better.
 """
 
 import functools
@@ -15,9 +15,9 @@ from muon2_optax import dtypes, sharding, trees
 
 
 def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
-    """Zeros like the parameters; dtype None: in theirs.
+    """Zeros in the shapes of the parameters, and in their dtypes if ``dtype`` is None.
 
-    A complex leaf takes a complex dtype only, and ignores a real one.
+    A complex leaf follows a complex ``dtype`` only and keeps its own otherwise.
 
     Raises:
       TypeError: a complex dtype for a leaf that is real, or a leaf that is no array.
@@ -33,9 +33,8 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
                 f"mu_dtype={dtype.name} is complex, but {trees.quote(name)} is real;"
                 " give a real mu_dtype, which complex parameters do not follow"
             )
-        if not jnp.issubdtype(
-            jnp.result_type(p), jnp.inexact
-        ):  # averages are not whole
+        if not jnp.issubdtype(jnp.result_type(p), jnp.inexact):
+            # Averages of whole numbers are not whole.
             return sharding.zeros_like(p, dtype or jnp.float32)
         return sharding.zeros_like(p, dtype if given == needed else None)
 
@@ -43,7 +42,7 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
 
 
 def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:
-    """What V is stored in: real, and float32 or better unless asked otherwise."""
+    """The dtype in which V is stored: ``dtype``, or a real one of float32 or better."""
     return dtype or dtypes.real_dtype(dtypes.compute_dtype(jnp.result_type(p)))
 
 
@@ -57,7 +56,10 @@ def zero_squares(params: optax.Params, dtype: Any = None) -> optax.Updates:
 def momentum_step(
     g: jax.Array, mu: jax.Array, b1: Any, nesterov: bool, dampening: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The new momentum, and what stands in the numerator of the update."""
+    """Returns the new momentum, and the numerator of the update.
+
+    The numerator is the momentum, or with ``nesterov`` its mixture with the gradient.
+    """
     g = dtypes.widen(g)
     share = (1 - (b1 if dampening is None else dampening)) * g
     m = b1 * mu.astype(g.dtype) + share
@@ -65,7 +67,7 @@ def momentum_step(
 
 
 def average(old: jax.Array, new: jax.Array, decay: Any) -> jax.Array:
-    """decay * old + (1 - decay) * new, in the dtype of new."""
+    """``decay * old + (1 - decay) * new``, in the dtype of ``new``."""
     return decay * old.astype(new.dtype) + (1 - decay) * new
 
 
@@ -75,11 +77,16 @@ def square(g: jax.Array) -> jax.Array:
 
 
 def divisor(root: jax.Array, eps: Any) -> jax.Array:
-    """sqrt(V) + eps, positive also where the squares have underflowed to V = 0."""
+    """``sqrt(V) + eps``, which stays positive where the squares underflow to V = 0.
+
+    Args:
+      root: sqrt(V). It is held above the root of the smallest normal number.
+      eps: what is added to it.
+    """
     numbers = jnp.finfo(root.dtype)
     floor = numbers.tiny**0.5
     if type(eps) is float and eps > 4 * floor / numbers.eps:
-        # The floor is less than half of the sum's last place.
+        # Beside such an eps the floor would be lost in rounding, so leave it out.
         return root + eps
     return jnp.maximum(root, floor) + eps
 
@@ -87,7 +94,11 @@ def divisor(root: jax.Array, eps: Any) -> jax.Array:
 def corrections(
     b1: Any, b2: Any, count: jax.Array, nesterov: bool, bias_correction: bool
 ) -> tuple[Any, Any]:
-    """Factors of the numerator and of V; None without bias correction."""
+    """The factors that correct the numerator and V; None without bias correction.
+
+    Both averages start at zero and are too small at first. With ``nesterov`` the
+    numerator has the weights of one more step.
+    """
     if not bias_correction:
         return None, None
     return 1 / (1 - _power(b1, count + nesterov)), 1 / (1 - _power(b2, count))
@@ -95,10 +106,13 @@ def corrections(
 
 @functools.partial(jax.jit, inline=True)
 def _power(base: Any, count: jax.Array) -> jax.Array:
-    """Compiled once: outside of ``jax.jit``, JAX compiles a power for every count."""
+    """``base ** count``, under ``jax.jit``.
+
+    Outside of it JAX would compile a new power for every count.
+    """
     return base**count
 
 
 def scale(x: jax.Array, factor: Any) -> jax.Array:
-    """Times a factor, or as it is where that is None."""
+    """``factor * x``, or x itself if the factor is None."""
     return x if factor is None else factor * x

@@ -1,6 +1,6 @@
-"""First and second moments: what stands before the orthogonalization.
+"""First and second moments of the gradients, which precede the orthogonalization.
 
-All arithmetic is in float32 or better whatever the gradients' dtype; the states keep
+All arithmetic is in float32 or better, whatever the dtype of the gradients. States keep
 the dtypes that ``init`` gave them, and updates come back in the gradients' dtype.
 """
 
@@ -82,7 +82,7 @@ def scale_by_momentum(
         del params
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return _first(g, mu, b1=b1, nesterov=nesterov, dampening=dampening)
+            return _update_first(g, mu, b1=b1, nesterov=nesterov, dampening=dampening)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
         return updates, MomentumState(mu)
@@ -93,7 +93,7 @@ def scale_by_momentum(
 def _corrected_momentum(
     b1: Any, nesterov: bool, mu_dtype: Any
 ) -> optax.GradientTransformation:
-    """``scale_by_momentum`` with bias correction."""
+    """The momentum of ``scale_by_momentum`` with ``bias_correction``."""
 
     def init_fn(params: optax.Params) -> CorrectedMomentumState:
         count = jnp.zeros([], jnp.int32)
@@ -186,7 +186,7 @@ def scale_by_second_moment(
         def leaf(
             name: str, g: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
-            return _first_and_second(
+            return _update_both(
                 g,
                 mu,
                 nu,
@@ -205,16 +205,16 @@ def scale_by_second_moment(
 
 
 @tracing.once
-def _first(
+def _update_first(
     g: jax.Array, mu: jax.Array, *, b1: Any, nesterov: bool, dampening: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The update of a leaf and its new momentum."""
+    """Returns the update of a leaf and its new momentum."""
     m, numerator = averages.momentum_step(g, mu, b1, nesterov, dampening)
     return dtypes.narrow(numerator, g.dtype), dtypes.narrow_average(m, mu)
 
 
 @tracing.once
-def _first_and_second(
+def _update_both(
     g: jax.Array,
     mu: jax.Array,
     nu: jax.Array,
@@ -226,7 +226,10 @@ def _first_and_second(
     eps_root: Any,
     nesterov: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The update of a leaf and its new moments."""
+    """Returns the update of a leaf and its two new moments.
+
+    ``scales`` are the factors of ``averages.corrections``.
+    """
     m, numerator = averages.momentum_step(g, mu, b1, nesterov)
     v = averages.average(nu, averages.square(g), b2)
     v_hat = averages.scale(v, scales[1])

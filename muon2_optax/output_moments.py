@@ -110,8 +110,8 @@ def _divide_by_average_root(
 
     Args:
       init_fn: makes the state, averages of zeros.
-      statistic: from a leaf's path and update to what is averaged, and the axes that it
-        lacks.
+      statistic: takes the path of a leaf and its update; returns what is averaged, and
+        which axes of the leaf it no longer has.
       b2, eps, eps_root: as in ``scale_by_output_second_moment``.
     """
 

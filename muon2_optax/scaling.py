@@ -1,4 +1,4 @@
-"""Gives each matrix of the updates its size: by its shape, or a norm."""
+"""Gives each matrix of the updates its size, by its shape or by a norm."""
 
 import math
 from collections.abc import Callable
@@ -95,13 +95,13 @@ def keep_norm(
 def scale_by_dual_norm(
     inner: optax.GradientTransformation, *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs ``inner``, then multiplies each matrix by its product with what it was.
+    """Runs ``inner``, then multiplies each matrix by its inner product with its input.
 
-    With M before and O after ``inner``, which orthogonalizes, the update is
-    ``Re(sum(conj(M) * O)) O``. The sum is about the nuclear norm of M, the dual of the
-    spectral norm: the step of steepest descent, whose size follows the gradients'.
-    It has their scale, so rates of plain Muon do not carry over. (``adaptive=True`` of
-    ``optax.contrib.muon``, which takes one sum over a stack of matrices.)
+    If ``inner`` turns M into an orthogonal O, the update is ``Re(sum(conj(M) * O)) O``.
+    The sum is about the nuclear norm of M, which is the dual of the spectral norm: this
+    is the step of steepest descent, and its size follows that of the gradients. So
+    learning rates of plain Muon do not carry over. ``optax.contrib.muon`` calls it
+    ``adaptive=True`` and takes one sum over a whole stack of matrices.
 
     Args:
       inner: the transform to wrap; its state is the state.

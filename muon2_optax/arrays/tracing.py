@@ -1,8 +1,8 @@
-"""Functions of leaves that are traced and lowered once for all that are alike.
+"""Decorators for functions of leaves: leaves that are alike share one trace.
 
-A step has hundreds of leaves of few shapes, and JAX takes as long to trace and to
-lower them as XLA takes to compile what is left. Calls are inlined there, so that the
-programs are the same.
+A step has hundreds of leaves of few shapes. If each were traced and lowered by itself,
+JAX would take as long as XLA takes to compile the step. XLA inlines the calls, so the
+compiled program is the same either way.
 """
 
 import functools
@@ -20,21 +20,22 @@ R = TypeVar("R")
 
 
 def once(fn: Callable[P, R]) -> Callable[P, R]:
-    """``fn`` under ``jax.jit``, with its keyword-only parameters as static ones.
+    """Puts ``fn`` under ``jax.jit``, with its keyword-only parameters as static ones.
 
-    While something is traced only: outside, each new setting would be compiled. And not
-    where a setting is an array, as under ``optax.inject_hyperparams``: numbers known
-    while tracing are computed with in Python, in higher precision.
+    It does so only while something is traced; outside, each new setting would be
+    compiled. Nor does it where a setting is an array, as under
+    ``optax.inject_hyperparams``: then the settings cannot be static. Numbers that are
+    known while tracing are computed with in Python, in higher precision.
     """
     return _share_traces(fn, _settings(fn))
 
 
 def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
-    """``fn`` of one leaf, as a function of lists of leaves, all of one length.
+    """Makes of a function of one leaf a function of lists of leaves of one length.
 
-    What comes back is ``[fn(*row) for row in zip(*lists)]``, with keyword-only
-    parameters as for ``once``. Rows that follow each other with equal shapes and dtypes
-    are traced ``limits.LEAVES_PER_CALL`` in a call, and calls of equal rows once.
+    It returns ``[fn(*row) for row in zip(*lists)]``, with keyword-only parameters as in
+    ``once``. Successive rows of equal shapes and dtypes share a call,
+    ``limits.LEAVES_PER_CALL`` at a time, and equal calls share a trace.
     """
     leaf = once(fn)
 
@@ -45,7 +46,7 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
     together = _share_traces(few, _settings(fn))
 
     def kind(row: Sequence[jax.Array]) -> Any:
-        # Rows that are not traced stay out of calls, which would compile them.
+        # Rows that are not traced are kept out of the calls, which would compile them.
         return _is_traced(row), [(x.shape, x.dtype) for x in row]
 
     @functools.wraps(fn)
@@ -59,7 +60,7 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
 
 
 def _settings(fn: Callable[..., Any]) -> list[str]:
-    """Names of the keyword-only parameters."""
+    """The names of the keyword-only parameters."""
     kinds = inspect.signature(fn).parameters.items()
     return [n for n, p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY]
 

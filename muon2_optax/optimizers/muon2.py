@@ -70,6 +70,7 @@ def muon2(
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
+            # Lines 4 to 6 of Algorithm 1: M, V and M / (sqrt(V) + eps).
             scale_by_second_moment(
                 b1,
                 b2,
@@ -79,9 +80,11 @@ def muon2(
                 mu_dtype=mu_dtype,
                 nu_dtype=nu_dtype,
             ),
+            # Line 7: O.
             newton_schulz_orthogonalize(
                 ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
             ),
+            # Line 8: the step, here with weight decay.
             scale_by_shape(shape_scale, rules=rules),
             decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),

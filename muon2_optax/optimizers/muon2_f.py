@@ -202,6 +202,7 @@ def muon2_f(
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
+            # Lines 4 to 9 of Algorithm 2: M, r, c and M / (sqrt(V-hat) + eps).
             factorized_second_moment(
                 b1,
                 b2,
@@ -212,9 +213,11 @@ def muon2_f(
                 rules=rules,
                 shardings=shardings,
             ),
+            # Line 10: O.
             newton_schulz_orthogonalize(
                 ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
             ),
+            # Line 11: the step, here with weight decay.
             scale_by_shape(shape_scale, rules=rules),
             decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
