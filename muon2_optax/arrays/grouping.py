@@ -45,5 +45,5 @@ def consecutive(
 
 
 def even_size(count: int, most: int) -> int:
-    """The size of the groups if ``count`` items are split evenly, ``most`` in each."""
+    """The size of groups if ``count`` items are split evenly, at most ``most`` each."""
     return -(-count // -(-count // most))

@@ -22,10 +22,10 @@ R = TypeVar("R")
 def once(fn: Callable[P, R]) -> Callable[P, R]:
     """Puts ``fn`` under ``jax.jit``, with its keyword-only parameters as static ones.
 
-    It does so only while something is traced; outside, each new setting would be
-    compiled. Nor does it where a setting is an array, as under
-    ``optax.inject_hyperparams``: then the settings cannot be static. Numbers that are
-    known while tracing are computed with in Python, in higher precision.
+    They are static because numbers that are known while tracing are computed with in
+    Python, in higher precision. Where one of them is an array, as under
+    ``optax.inject_hyperparams``, ``fn`` runs as it is. So it does where nothing is
+    traced, because each new setting would be compiled.
     """
     return _share_traces(fn, _settings(fn))
 
