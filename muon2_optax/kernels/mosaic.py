@@ -37,7 +37,7 @@ def launch(
     how: Any,
     cut: tuple[int, int],
 ) -> jax.Array:
-    """Runs the kernel: a symmetric product, or A B in as many shards as ``cut`` says."""
+    """Runs the kernel: a symmetric product, or A B in the shards that ``cut`` says."""
     run = plgpu.kernel(
         functools.partial(kernel, tiles=tiles, cut=cut),
         out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
