@@ -12,23 +12,18 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import averages, dtypes, roots, sharding, trees
+from muon2_optax import averages, dtypes, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
-from muon2_optax.iteration import adjoint, product
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.optimizers._route import decay_weights, route
 from muon2_optax.optimizers._shared_arguments import optimizer
+from muon2_optax.power_iteration import power_iteration
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
-
-# Columns of R are rounding noise up to this times sqrt(larger side) times the dtype's
-# eps, relative to the largest one; 1.8 at most was measured on matrices of ranks 1, 2
-# and 5 with sides from 8 to 2048.
-NOISE = 8.0
 
 
 class LowRankState(NamedTuple):
@@ -157,7 +152,7 @@ def _update(
     b = jnp.concatenate(stacks.to_stacks(momenta))
     q = jnp.concatenate(stacks.to_stacks([x.q.astype(dtype) for x in leaves]))
     ends = np.cumsum([math.prod(x.shape[:-2]) for x in momenta])[:-1]
-    parts = [jnp.split(y, ends) for y in _power_iteration(b, q, b1, eps)]
+    parts = [jnp.split(y, ends) for y in power_iteration(b, q, b1, eps)]
 
     def restore(x: _Leaf, momentum: jax.Array, *done: jax.Array) -> Any:
         update, rest = (
@@ -170,42 +165,6 @@ def _update(
         )
 
     return list(map(restore, leaves, momenta, *parts))
-
-
-def _column_divisors(r: jax.Array, shape: Sequence[int], eps: Any) -> jax.Array:
-    """Norms of the columns of R, plus eps; infinity where a column is rounding noise.
-
-    Where the momentum has a lower rank than R, the columns beyond it are 0 but for
-    rounding, which normalized would be as large as the others and parallel to them.
-    """
-    norms = roots.sqrt(jnp.sum(averages.square(r), axis=-2, keepdims=True))
-    noise = NOISE * math.sqrt(max(shape[-2:])) * float(jnp.finfo(r.dtype).eps)
-    largest = jnp.max(norms, axis=-1, keepdims=True, initial=0.0)
-    return jnp.where(norms <= noise * largest, jnp.inf, norms + eps)
-
-
-def _power_iteration(
-    b: jax.Array, q: jax.Array, b1: Any, eps: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step on B (*batch, fan_in, fan_out), with Q on either side of it."""
-    on_outputs = b.shape[-1] == q.shape[-2] and b.shape[-2] != q.shape[-2]
-    a = b if on_outputs else adjoint(b)
-    # Taken out and put back, so that no norm overflows.
-    largest = jnp.max(jnp.abs(a), axis=(-2, -1), keepdims=True, initial=0.0)
-    empty = largest == 0
-    largest = jnp.where(empty, 1, largest)
-    whole = a / largest
-    # QR of a zero matrix, whose result is not used, would have no derivative.
-    a = jnp.where(empty, jnp.eye(*a.shape[-2:], dtype=a.dtype), whole)
-    p = jnp.linalg.qr(product(a, q))[0]
-    r = product(adjoint(a), p)
-    p, r = jnp.where(empty, 0, p), jnp.where(empty, q, r)
-    rest = largest * (whole - (1 - b1) * product(p, adjoint(r)))
-    new_q = jnp.where(empty, q, r / _column_divisors(r, a.shape, eps / largest))
-    update = product(p, adjoint(new_q))
-    if not on_outputs:
-        update, rest = adjoint(update), adjoint(rest)
-    return update, rest, new_q
 
 
 @optimizer()
