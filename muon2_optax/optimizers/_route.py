@@ -60,7 +60,7 @@ ADAM_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 
 def _check_rest(rest: Any, **adam: Any) -> None:
-    """Refuses a ``rest`` that is none, and arguments for AdamW beside it."""
+    """Refuses what is no transformation, and arguments for AdamW beside it."""
     if not (hasattr(rest, "init") and hasattr(rest, "update")):
         raise TypeError(
             "rest must be an optax.GradientTransformation, such as optax.adamw(1e-3),"
