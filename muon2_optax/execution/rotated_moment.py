@@ -154,7 +154,7 @@ def _within_range(g: jax.Array) -> jax.Array:
     largest = jnp.max(jnp.abs(g), axis=(-2, -1), keepdims=True, initial=0.0)
     # A power of two first: reciprocals of the largest numbers are flushed to zero.
     factor = limit * down / (jnp.maximum(largest, limit) * down)
-    return jnp.where(largest > limit, factor, 1) * g
+    return jax.lax.stop_gradient(jnp.where(largest > limit, factor, 1)) * g
 
 
 def _with_new_bases(leaves: Sequence[Leaf], s: Settings) -> list[Leaf]:
