@@ -1,18 +1,17 @@
 """The second moment in eigenbases, of all leaves: those of equal shapes together."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from muon2_optax import dtypes, eigenbases, moments, roots
-from muon2_optax.arrays import limits
+from muon2_optax import dtypes, moments, roots, sharding
+from muon2_optax.arrays import limits, stacks
 from muon2_optax.arrays.grouping import even_size, grouped
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.execution import dispatch
+from muon2_optax.execution import basis_refresh, dispatch
 from muon2_optax.iteration import adjoint, product
 
 
@@ -49,6 +48,16 @@ class Settings(NamedTuple):
     nesterov: bool
 
 
+def zero_square(p: Any, axes: ResolvedAxes, inputs: bool, longest: int) -> jax.Array:
+    """What a gram or a basis of this side starts as: (*batch, side, side)."""
+    side = axes.fan_in if inputs else axes.splits[0]
+    side = side if 1 < side <= longest else 1
+    # Made of the parameter, for its place on a mesh.
+    none = sharding.zeros_like(p, dtypes.compute_dtype(p.dtype))
+    none = jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
+    return none + jnp.zeros((1,) * len(axes.batch) + (side, side), none.dtype)
+
+
 def update_leaves(
     axes: Sequence[ResolvedAxes], leaves: Sequence[Leaf], settings: Settings
 ) -> list[Leaf]:
@@ -59,9 +68,13 @@ def update_leaves(
 
     def run(settings: tuple[Any, ...], *xs: jax.Array) -> list[jax.Array]:
         old, numbers = _leaves_of(xs), Settings(*settings)
-        stacks = _stepped(list(map(_to_stacks, axes, old)), numbers)
-        stacks = _with_new_bases(stacks, numbers)
-        return [x for new in map(_from_stacks, axes, old, stacks) for x in new]
+        new = _stepped(list(map(_to_stacks, axes, old)), numbers)
+        # After the update: in the basis of its own gradient, entries beside the
+        # diagonal would be rounding errors divided by their own size.
+        rotated = [basis_refresh.Rotated(*x[2:]) for x in new]
+        rotated = basis_refresh.refresh(rotated, numbers.count, numbers.frequency)
+        new = [Leaf(*x[:2], *rest) for x, rest in zip(new, rotated)]
+        return [x for leaf in map(_from_stacks, axes, old, new) for x in leaf]
 
     flat = [x for leaf in leaves for x in leaf]
     return _leaves_of(dispatch.with_automatic_axes(run, flat, tuple(settings)))
@@ -101,19 +114,12 @@ def _stepped(leaves: Sequence[Leaf], settings: Settings) -> list[Leaf]:
         return [
             Leaf(*new)
             for part in few
-            for new in _together(lambda *xs: _step(Leaf(*xs), settings), part)
+            for new in stacks.run_concatenated(
+                lambda *xs: _step(Leaf(*xs), settings), part
+            )
         ]
 
     return grouped(leaves, key, run)
-
-
-def _together(
-    fn: Callable[..., Sequence[jax.Array]], rows: Sequence[Sequence[jax.Array]]
-) -> list[tuple[jax.Array, ...]]:
-    """Runs ``fn`` once on rows of stacks, concatenated, and splits its results."""
-    ends = np.cumsum([len(row[0]) for row in rows])[:-1]
-    done = fn(*(jnp.concatenate(column) for column in zip(*rows)))
-    return list(zip(*(jnp.split(x, ends) for x in done)))
 
 
 def _step(x: Leaf, s: Settings) -> Leaf:
@@ -155,96 +161,3 @@ def _within_range(g: jax.Array) -> jax.Array:
     # A power of two first: reciprocals of the largest numbers are flushed to zero.
     factor = limit * down / (jnp.maximum(largest, limit) * down)
     return jax.lax.stop_gradient(jnp.where(largest > limit, factor, 1)) * g
-
-
-def _with_new_bases(leaves: Sequence[Leaf], s: Settings) -> list[Leaf]:
-    """The leaves after a step, with new bases if they are due.
-
-    They serve the steps that follow, never that whose gradient they have seen: in the
-    basis of its own gradient, the entries beside the diagonal would be rounding errors
-    divided by their own size.
-    """
-    constant = jax.lax.stop_gradient([x[3:] for x in leaves])
-    old = [(x.nu, *sides) for x, sides in zip(leaves, constant)]
-
-    def refresh(old: Any) -> Any:
-        return _if(s.count == s.frequency, _first_bases, _next_bases, old)
-
-    def keep(old: Any) -> Any:
-        return [(nu, *bases) for nu, _, _, *bases in old]
-
-    new = _if(s.count % s.frequency == 0, refresh, keep, old)
-    return [
-        x._replace(nu=nu, basis_in=q_in, basis_out=q_out)
-        for x, (nu, q_in, q_out) in zip(leaves, new)
-    ]
-
-
-def _if(choice: Any, then: Any, otherwise: Any, operand: Any) -> Any:
-    if isinstance(choice, jax.core.Tracer):
-        return jax.lax.cond(choice, then, otherwise, operand)
-    # Outside of jax.jit, where a cond would be compiled in every step.
-    return (then if choice else otherwise)(operand)
-
-
-def _first_bases(old: Sequence[Any]) -> list[Any]:
-    """The eigenvectors, and a second moment for them.
-
-    So far it was taken entry by entry. Its sums along the eigenvectors are known, being
-    the eigenvalues: the entries between are estimated by the product of these shares.
-    """
-    grams = [(gram,) for _, *sides in old for gram in sides[:2]]
-    found = _by_side(eigenbases.first_basis, grams)
-    new = []
-    for (nu, _, _, q_in, q_out), of_in, of_out in zip(old, found[::2], found[1::2]):
-        total = jnp.sum(nu, axis=(-2, -1), keepdims=True)
-        divisor = jnp.where(total == 0, 1, total)
-        p_in = jnp.sum(nu, -1, keepdims=True) / divisor
-        p_out = jnp.sum(nu, -2, keepdims=True) / divisor
-        if of_in is not None:
-            q_in, p_in = of_in[0], of_in[1][..., :, None]
-        if of_out is not None:
-            q_out, p_out = of_out[0], of_out[1][..., None, :]
-        new.append((total * p_in * p_out, q_in, q_out))
-    return new
-
-
-def _next_bases(old: Sequence[Any]) -> list[Any]:
-    """One step of orthogonal iteration, and the second moment in the new order."""
-    pairs = [
-        pair
-        for _, gram_in, gram_out, q_in, q_out in old
-        for pair in ((gram_in, q_in), (gram_out, q_out))
-    ]
-    found = _by_side(eigenbases.next_basis, pairs)
-    new = []
-    for (nu, _, _, q_in, q_out), of_in, of_out in zip(old, found[::2], found[1::2]):
-        if of_in is not None:
-            q_in, order = of_in
-            nu = jnp.take_along_axis(nu, order[..., :, None], axis=-2)
-        if of_out is not None:
-            q_out, order = of_out
-            nu = jnp.take_along_axis(nu, order[..., None, :], axis=-1)
-        new.append((nu, q_in, q_out))
-    return new
-
-
-def _by_side(
-    fn: Callable[..., Sequence[jax.Array]], rows: Sequence[Sequence[jax.Array]]
-) -> list[Any]:
-    """Runs ``fn`` on all stacks of one side together; None for sides that stay."""
-
-    def key(row: Sequence[jax.Array]) -> Hashable:
-        return row[0].shape[-1], row[0].dtype
-
-    def run(some: Sequence[Sequence[jax.Array]]) -> Sequence[Any]:
-        if some[0][0].shape[-1] == 1:
-            return [None] * len(some)
-        # Stacks bound the memory, as those of Newton-Schulz do.
-        largest = max(row[0].size * row[0].dtype.itemsize for row in some)
-        most = max(1, int(limits.BYTES_ON_DEVICE // max(1, largest)))
-        size = even_size(len(some), most)
-        few = [some[i : i + size] for i in range(0, len(some), size)]
-        return [new for part in few for new in _together(fn, part)]
-
-    return grouped(rows, key, run)

@@ -30,9 +30,8 @@ FREQUENCY, LONGEST_SIDE = 10, 10_000
 class SoapState(NamedTuple):
     """As ``SecondMomentState``, with nu in the eigenbases, and what these come from.
 
-    gram_in and gram_out (*batch, side, side) are averages of G G^H and G^H G, basis_in
-    and basis_out their eigenvectors as columns, zero before the first. A side that
-    keeps its own axes has a 1 x 1 zero in the place of each.
+    gram_in, gram_out: L and R, (*batch, side, side); basis_in, basis_out: P and Q, zero
+    before the first. A side that keeps its own axes has 1 x 1 zeros in their place.
     """
 
     count: jax.Array
@@ -68,26 +67,21 @@ def scale_by_soap(
         L = shampoo_beta L + (1 - shampoo_beta) G G^H        R: G^H G
 
     Every ``precondition_frequency`` steps, after the update, P becomes the orthonormal
-    factor of ``(L + 1e-6 l I) P``, l the largest eigenvalue: one step of orthogonal
-    iteration, from columns sorted by their eigenvalues. (The second term keeps in place
-    what is rounding noise in float32.) The first time it is the eigenvectors
-    themselves; until then P and Q are identities, and the transform is
-    ``scale_by_second_moment``. V keeps its sum then, spread over the eigenvectors as
-    their eigenvalues are.
-
-    Beside L, R, P and Q a step takes 8 products of m x n matrices with square ones, in
-    float32 or better, and a refresh about 4 Cholesky decompositions for each side. On a
-    mesh all of that is computed on every device that holds part of a matrix, and L, R,
-    P and Q are whole on each; only axes of stacked layers or experts stay divided.
+    factor of ``(L + 1e-6 l I) P``, a step of orthogonal iteration from columns sorted
+    by their eigenvalues, the largest of which is l; the second term keeps in place what
+    is rounding noise in float32. The first time it is the eigenvectors themselves, and
+    V, whose sum stays, is spread over them as their eigenvalues are. Until then P and Q
+    are identities, and this is ``scale_by_second_moment``. ``docs/methods.md`` says
+    what it costs, on a mesh too.
 
     Args:
       b1: decay rate of the momentum M.
       b2: decay rate of V.
       eps: added to sqrt(V), which is held above 1e-19 (in float32).
       shampoo_beta: decay rate of L and R.
-      precondition_frequency: steps from one refresh to the next; None: 10. It should
-        not be below the ratio of a matrix's sides: the first eigenvectors come from as
-        many gradients, which leave part of the longer side undetermined otherwise.
+      precondition_frequency: steps from one refresh to the next; None: 10. Not below
+        the ratio of a matrix's sides: fewer gradients leave part of the longer side
+        undetermined the first time.
       max_precond_dim: longer sides keep their own axes; None: 10,000.
       nesterov: use ``b1 M + (1 - b1) G`` in place of M; V is unchanged.
       bias_correction: as in ``scale_by_second_moment``; with it, and a learning rate,
@@ -96,8 +90,8 @@ def scale_by_soap(
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
     Returns:
-      The transform, with state ``SoapState``; all but M in float32 or better. Through
-      the eigenvectors no derivative is taken.
+      The transform, with state ``SoapState``, all of it but M in float32 or better.
+      Derivatives take P and Q for constants.
 
     Raises:
       ValueError: a leaf that is not a matrix, or whose rule splits the outputs.
@@ -119,24 +113,17 @@ def scale_by_soap(
         def square(inputs: bool) -> Any:
             def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
                 axes = _whole_matrix(rules, name, p)
-                side = axes.fan_in if inputs else axes.splits[0]
-                side = side if 1 < side <= longest else 1
-                # Made of the parameter, for its place on a mesh.
-                none = sharding.zeros_like(p, dtypes.compute_dtype(p.dtype))
-                none = jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
-                zeros = jnp.zeros((1,) * len(axes.batch) + (side, side), none.dtype)
-                return none + zeros, [*axes.batch, None, None]
+                zeros = rotated_moment.zero_square(p, axes, inputs, longest)
+                return zeros, [*axes.batch, None, None]
 
             return trees.map_reduced(leaf, params)
 
-        return SoapState(
-            jnp.zeros([], jnp.int32),
-            moments.zeros_like(params, mu_dtype),
-            jax.tree.map(
-                lambda p: sharding.zeros_like(p, moments.second_dtype(p)), params
-            ),
-            *(square(inputs) for inputs in (True, False, True, False)),
-        )
+        def second(p: Any) -> jax.Array:
+            return sharding.zeros_like(p, moments.second_dtype(p))
+
+        count, mu = jnp.zeros([], jnp.int32), moments.zeros_like(params, mu_dtype)
+        squares = (square(inputs) for inputs in (True, False, True, False))
+        return SoapState(count, mu, jax.tree.map(second, params), *squares)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
@@ -144,13 +131,11 @@ def scale_by_soap(
         scales = moments.corrections(b1, b2, count, nesterov, bias_correction)
         names, _, gs, lists, rebuild = flatten_matrices(rules, updates, *state[1:])
         axes = [_whole_matrix(rules, name, g) for name, g in zip(names, gs)]
-        done = rotated_moment.update_leaves(
-            axes,
-            list(map(rotated_moment.Leaf, gs, *lists)),
-            rotated_moment.Settings(
-                count, b1, b2, eps, shampoo_beta, scales, frequency, nesterov
-            ),
+        leaves = list(map(rotated_moment.Leaf, gs, *lists))
+        settings = rotated_moment.Settings(
+            count, b1, b2, eps, shampoo_beta, scales, frequency, nesterov
         )
+        done = rotated_moment.update_leaves(axes, leaves, settings)
         columns = list(zip(*done)) or [()] * (1 + len(lists))
         updates, *trees_of_state = rebuild(*columns)
         return updates, SoapState(count, *trees_of_state)
@@ -208,8 +193,7 @@ def soap_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """SOAP's preconditioner before Newton-Schulz for the matrices, AdamW for the rest.
 
-    For each matrix W with gradient G, and P and Q the eigenvectors of the averages of
-    G G^H and G^H G::
+    Muon^2 in the eigenbases of Shampoo's factors, P and Q (see ``scale_by_soap``)::
 
         M = b1 M + (1 - b1) G
         V = b2 V + (1 - b2) |P^H G Q|^2
@@ -217,11 +201,8 @@ def soap_muon(
         O = NewtonSchulz(P (P^H N Q / (sqrt(V) + eps)) Q^H, K)
         W = W - learning_rate * (sqrt(fan_out / fan_in) * O + weight_decay * W)
 
-    With identities for P and Q, as in the first steps, this is Muon^2. See
-    ``scale_by_soap`` for the eigenvectors and what they cost.
-
     Args:
-      shampoo_beta: decay rate of the averages whose eigenvectors P and Q are.
+      shampoo_beta: decay rate of G G^H and G^H G, whose eigenvectors P and Q are.
       precondition_frequency: steps from one refresh of P and Q to the next; None: 10.
       max_precond_dim: longer sides keep their own axes; None: 10,000.
 
