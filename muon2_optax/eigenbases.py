@@ -6,7 +6,7 @@ Pure functions on stacks (..., n, n) of Hermitian matrices without negative eige
 import jax
 import jax.numpy as jnp
 
-from muon2_optax.iteration import adjoint, product
+from muon2_optax.iteration import adjoint, lone_product
 
 # What a step adds to the Gram matrix, times its largest eigenvalue: directions whose
 # eigenvalue is rounding noise beside it (6e-8 per operation in float32) stay where they
@@ -36,7 +36,7 @@ def next_basis(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]
       The new basis, and the old positions (..., n) of its columns.
     """
     gram = _of_trace_one(gram)
-    moved = product(gram, basis)
+    moved = lone_product(gram, basis)
     values = jnp.sum((basis.conj() * moved).real, axis=-2)
     order = jnp.argsort(-values, axis=-1)
     largest = jnp.max(values, axis=-1)[..., None, None]
@@ -57,9 +57,9 @@ def orthonormal_columns(x: jax.Array) -> jax.Array:
     before it.
     """
     n = x.shape[-1]
-    above_rounding = n * float(jnp.finfo(x.dtype).eps)
+    above_rounding = 4 * n**0.5 * float(jnp.finfo(x.dtype).eps)
     for shift in (above_rounding, above_rounding, above_rounding, 0.0):
-        gram = product(adjoint(x), x)
+        gram = lone_product(adjoint(x), x)
         gram = jnp.where(jnp.eye(n, dtype=bool), (1 + shift) * gram, gram)
         factor = jax.lax.linalg.cholesky(gram)
         x = jax.lax.linalg.triangular_solve(

@@ -152,9 +152,13 @@ def soap(
     *,
     shampoo_beta=0.95,
     frequency=10,
+    longest=math.inf,
     nesterov=False,
 ):
-    """SOAP's directions of one matrix (n, m), the first bases after ``frequency``."""
+    """SOAP's directions of one matrix (n, m), the first bases after ``frequency``.
+
+    Sides above ``longest`` keep their axes.
+    """
     n, m = np.shape(grads[0])
     sides = [np.zeros((n, n)), np.zeros((m, m))]  # L and R
     bases = [np.eye(n), np.eye(m)]
@@ -168,17 +172,20 @@ def soap(
         directions.append(p @ (rotated / (np.sqrt(v) + eps)) @ q.conj().T)
         for k, gram in enumerate((g @ g.conj().T, g.conj().T @ g)):
             sides[k] = shampoo_beta * sides[k] + (1 - shampoo_beta) * gram
+        turned = [k for k in (0, 1) if len(sides[k]) <= longest]
         if t == frequency:
-            (rows, p), (columns, q) = (np.linalg.eigh(side) for side in sides)
-            bases = [p[:, ::-1], q[:, ::-1]]
-            shares = np.outer(rows[::-1] / rows.sum(), columns[::-1] / columns.sum())
-            v = v.sum() * shares
+            shares = [v.sum(1), v.sum(0)]
+            for k in turned:
+                values, vectors = np.linalg.eigh(sides[k])
+                shares[k], bases[k] = values[::-1], vectors[:, ::-1]
+            v = v.sum() * np.outer(*(x / x.sum() for x in shares))
         elif t % frequency == 0:
-            for k, side in enumerate(sides):
-                values = np.diag(bases[k].conj().T @ side @ bases[k]).real
+            for k in turned:
+                side, basis = sides[k], bases[k]
+                values = np.diag(basis.conj().T @ side @ basis).real
                 order = np.argsort(-values)
                 shifted = side + 1e-6 * values.max() * np.eye(len(side))
-                bases[k] = np.linalg.qr(shifted @ bases[k][:, order])[0]
+                bases[k] = np.linalg.qr(shifted @ basis[:, order])[0]
                 v = np.take(v, order, axis=k)
     return directions
 

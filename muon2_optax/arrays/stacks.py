@@ -41,11 +41,21 @@ def run_concatenated(
 ) -> list[tuple[jax.Array, ...]]:
     """Runs ``fn`` once on rows of stacks, concatenated, and splits its results.
 
-    The stacks of a row have equal lengths, and so have the results.
+    The stacks of a row have equal lengths, and so have the results. Barriers keep the
+    copies out of the programs of ``fn``, which would have all stacks for operands.
     """
     ends = np.cumsum([len(row[0]) for row in rows])[:-1]
-    done = fn(*(jnp.concatenate(column) for column in zip(*rows)))
+    whole = jax.lax.optimization_barrier([_concatenate(c) for c in zip(*rows)])
+    done = jax.lax.optimization_barrier(list(fn(*whole)))
     return list(zip(*(jnp.split(x, ends) for x in done)))
+
+
+def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
+    """Concatenates a few at a time until there is one."""
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = jax.lax.optimization_barrier(concatenate_few(parts))
+    return parts[0]
 
 
 def slice_parts(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:

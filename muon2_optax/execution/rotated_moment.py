@@ -12,7 +12,7 @@ from muon2_optax.arrays import limits, stacks
 from muon2_optax.arrays.grouping import even_size, grouped
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import basis_refresh, dispatch
-from muon2_optax.iteration import adjoint, product
+from muon2_optax.iteration import adjoint, lone_product
 
 
 class Leaf(NamedTuple):
@@ -131,8 +131,8 @@ def _step(x: Leaf, s: Settings) -> Leaf:
     )
 
     def into_bases(y: jax.Array) -> jax.Array:
-        y = product(adjoint(q_in), y) if rotates[0] else y
-        return product(y, q_out) if rotates[1] else y
+        y = lone_product(adjoint(q_in), y) if rotates[0] else y
+        return lone_product(y, q_out) if rotates[1] else y
 
     g = _within_range(x.g)
     nu = moments.average(x.nu, moments.square(into_bases(g)), s.b2)
@@ -140,13 +140,15 @@ def _step(x: Leaf, s: Settings) -> Leaf:
     rotated = moments.scaled(into_bases(numerator), s.scales[0])
     root = roots.sqrt(moments.scaled(nu, s.scales[1]))
     update = roots.divide(rotated, moments.divisor(root, s.eps))
-    update = product(q_in, update) if rotates[0] else update
-    update = product(update, adjoint(q_out)) if rotates[1] else update
+    update = lone_product(q_in, update) if rotates[0] else update
+    update = lone_product(update, adjoint(q_out)) if rotates[1] else update
     gram_in, gram_out = x.gram_in, x.gram_out
     if rotates[0]:
-        gram_in = moments.average(gram_in, product(g, adjoint(g)), s.shampoo_beta)
+        gram_in = moments.average(gram_in, lone_product(g, adjoint(g)), s.shampoo_beta)
     if rotates[1]:
-        gram_out = moments.average(gram_out, product(adjoint(g), g), s.shampoo_beta)
+        gram_out = moments.average(
+            gram_out, lone_product(adjoint(g), g), s.shampoo_beta
+        )
     return Leaf(update, mu, nu, gram_in, gram_out, x.basis_in, x.basis_out)
 
 

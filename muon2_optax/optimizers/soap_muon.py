@@ -10,9 +10,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, moments, sharding, trees
 from muon2_optax.arguments import check_arguments
-from muon2_optax.axes import ResolvedAxes, ShapeScale
+from muon2_optax.axes import ShapeScale
 from muon2_optax.execution import rotated_moment
-from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
+from muon2_optax.matrices import (
+    flatten_matrices,
+    require_whole_matrix,
+    rules_or_default,
+)
 from muon2_optax.optimizers._documented import documented
 from muon2_optax.optimizers._routed import decayed, routed
 from muon2_optax.optimizers._steps import NS_STEPS
@@ -112,7 +116,7 @@ def scale_by_soap(
     def init_fn(params: optax.Params) -> SoapState:
         def square(inputs: bool) -> Any:
             def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
-                axes = _whole_matrix(rules, name, p)
+                axes = require_whole_matrix(rules, name, p, "eigenbases")
                 zeros = rotated_moment.zero_square(p, axes, inputs, longest)
                 return zeros, [*axes.batch, None, None]
 
@@ -129,8 +133,9 @@ def scale_by_soap(
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
         scales = moments.corrections(b1, b2, count, nesterov, bias_correction)
-        names, _, gs, lists, rebuild = flatten_matrices(rules, updates, *state[1:])
-        axes = [_whole_matrix(rules, name, g) for name, g in zip(names, gs)]
+        names, axes, gs, lists, rebuild = flatten_matrices(rules, updates, *state[1:])
+        for name, g in zip(names, gs):
+            require_whole_matrix(rules, name, g, "eigenbases")
         leaves = list(map(rotated_moment.Leaf, gs, *lists))
         settings = rotated_moment.Settings(
             count, b1, b2, eps, shampoo_beta, scales, frequency, nesterov
@@ -148,16 +153,6 @@ def _count(name: str, value: Any, default: int) -> int:
     if count < 1:
         raise ValueError(f"{name} must be 1 or more, got {count}")
     return count
-
-
-def _whole_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
-    axes = require_matrix(rules, name, leaf)
-    if len(axes.splits) > 1:
-        raise ValueError(
-            f"{trees.shown(name)}: eigenbases belong to whole matrices; remove"
-            " out_splits from its rule, or store the parts as leaves of their own"
-        )
-    return axes
 
 
 @documented
