@@ -84,8 +84,8 @@ def muon_ema_nesterov(w, grads, momentum, ns_steps, learning_rate, beta, decay):
 MUON = {"learning_rate": 0.02, "momentum": 0.95, "ns_steps": 5}
 MUON2 = {"learning_rate": 0.03, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "ns_steps": 3}
 SOAP = MUON2 | {"shampoo_beta": 0.9, "precondition_frequency": 2}
-# float32 knows eigenvectors to its rounding times the ratio of the largest eigenvalue to
-# theirs, 1e3 to 1e4 for these gradients.
+# float32 knows eigenvectors to its rounding times the ratio of the largest eigenvalue
+# to theirs, 1e3 to 1e4 for these gradients.
 TOLERANCES = {"soap_muon": 2e-3}
 METHODS = {
     "muon_h": (muon_h, MUON),

@@ -173,7 +173,7 @@ def soap(
         for k, gram in enumerate((g @ g.conj().T, g.conj().T @ g)):
             sides[k] = shampoo_beta * sides[k] + (1 - shampoo_beta) * gram
         turned = [k for k in (0, 1) if len(sides[k]) <= longest]
-        if t == frequency:
+        if t == frequency and turned:
             shares = [v.sum(1), v.sum(0)]
             for k in turned:
                 values, vectors = np.linalg.eigh(sides[k])

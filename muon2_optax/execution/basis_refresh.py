@@ -65,6 +65,9 @@ def _first_bases(old: Sequence[Rotated]) -> list[Any]:
     found = _by_side(eigenbases.first_basis, grams)
     new = []
     for x, of_in, of_out in zip(old, found[::2], found[1::2]):
+        if of_in is None and of_out is None:
+            new.append((x.nu, x.basis_in, x.basis_out))
+            continue
         total = jnp.sum(x.nu, axis=(-2, -1), keepdims=True)
         shares = x.nu / jnp.where(total == 0, 1, total)
         basis_in, share_in = of_in or (x.basis_in, jnp.sum(shares, axis=-1))
