@@ -88,8 +88,8 @@ def scale_by_soap(
         undetermined the first time.
       max_precond_dim: longer sides keep their own axes; None: 10,000.
       nesterov: use ``b1 M + (1 - b1) G`` in place of M; V is unchanged.
-      bias_correction: as in ``scale_by_second_moment``; with it, and a learning rate,
-        the transform is SOAP.
+      bias_correction: divide M by ``1 - b1^t`` (with nesterov ``1 - b1^(t+1)``) and V
+        by ``1 - b2^t``, which makes the update SOAP's.
       mu_dtype: dtype in which M is stored; None: the parameters'.
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
