@@ -209,3 +209,13 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     # HIGHEST keeps float32 out of TF32 and of single-pass bfloat16; products of 16-bit
     # operands accumulate in float32 on every backend.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def lone_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """As ``product``, fused with nothing before or after it.
+
+    XLA for GPUs times dozens of kernels for every product that differs, and what is
+    fused with it makes it differ. Those of equal shapes share the result here.
+    """
+    a, b = jax.lax.optimization_barrier((a, b))
+    return jax.lax.optimization_barrier(product(a, b))

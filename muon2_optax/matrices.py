@@ -43,6 +43,23 @@ def require_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
     return axes
 
 
+def require_whole_matrix(
+    rules: MatrixRules, name: str, leaf: Any, what: str
+) -> ResolvedAxes:
+    """As ``require_matrix``, for ``what`` has no form for outputs in blocks.
+
+    Raises:
+      ValueError: the rule splits the outputs.
+    """
+    axes = require_matrix(rules, name, leaf)
+    if len(axes.splits) > 1:
+        raise ValueError(
+            f"{trees.quote(name)}: {what} take whole matrices; remove out_splits from"
+            " its rule, or store the parts as leaves of their own"
+        )
+    return axes
+
+
 class Matrices(NamedTuple):
     """The leaves of the updates, all of them matrices, as lists in one order.
 

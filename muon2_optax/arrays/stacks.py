@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
@@ -33,6 +34,28 @@ def to_stacks(x: jax.Array) -> jax.Array:
 def reshape_like(y: jax.Array, x: jax.Array) -> jax.Array:
     """Gives each array of one list the shape and dtype of the other list's array."""
     return y.reshape(x.shape).astype(x.dtype)
+
+
+def run_concatenated(
+    fn: Callable[..., Sequence[jax.Array]], rows: Sequence[Sequence[jax.Array]]
+) -> list[tuple[jax.Array, ...]]:
+    """Runs ``fn`` once on rows of stacks, concatenated, and splits its results.
+
+    The stacks of a row have equal lengths, and so have the results. Barriers keep the
+    copies out of the programs of ``fn``, which would have all stacks for operands.
+    """
+    ends = np.cumsum([len(row[0]) for row in rows])[:-1]
+    whole = jax.lax.optimization_barrier([_concatenate(c) for c in zip(*rows)])
+    done = jax.lax.optimization_barrier(list(fn(*whole)))
+    return list(zip(*(jnp.split(x, ends) for x in done)))
+
+
+def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
+    """Concatenates a few at a time until there is one."""
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = jax.lax.optimization_barrier(concatenate_few(parts))
+    return parts[0]
 
 
 def slice_parts(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:

@@ -18,7 +18,7 @@ from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
-from muon2_optax.matrices import require_matrix, rules_or_default
+from muon2_optax.matrices import require_whole_matrix, rules_or_default
 from muon2_optax.optimizers._route import decay_weights, route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.power_iteration import power_iteration
@@ -79,13 +79,7 @@ def scale_by_low_rank_orthonormal(
     rules = rules_or_default(rules)
 
     def matrix_axes(name: str, leaf: Any) -> ResolvedAxes:
-        axes = require_matrix(rules, name, leaf)
-        if len(axes.splits) > 1:
-            raise ValueError(
-                f"{trees.quote(name)}: low-rank updates take whole matrices; remove"
-                " out_splits from its rule, or store the parts as leaves of their own"
-            )
-        return axes
+        return require_whole_matrix(rules, name, leaf, "low-rank updates")
 
     def init_fn(params: optax.Params) -> LowRankState:
         def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
