@@ -23,7 +23,7 @@ import numpy as np
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of moving averages.
+# Decay rates of moving averages.
 DECAY_RATES = ("b1", "b2", "shampoo_beta", "adam_b1", "adam_b2", "decay")
 NOT_NEGATIVE = ("eps", "eps_root", "adam_eps", "adam_eps_root", "rms")
 # Numbers or schedules of them.
@@ -36,7 +36,7 @@ SCHEDULED = (
 )
 CHECKED = (*DECAY_RATES, *NOT_NEGATIVE, *SCHEDULED, "dampening", "period")
 TRANSFORMATIONS = ("tx", "inner", "seldom", "often")
-# Those that decide which program is traced, in the order in which errors name them.
+# Arguments that decide which program is traced, in the order in which errors name them.
 STATIC = (
     "rank_fraction",
     "seed",
@@ -51,11 +51,11 @@ STATIC = (
     "weight_decay_mask",
     "mask",
 )
-# Under inject_hyperparams an array here is what came of calling a dtype or a function
-# with the step.
+# These are never arrays, except under inject_hyperparams, which calls dtypes and
+# functions with the step.
 NEVER_ARRAYS = ("dtype", "mask")
-# What to give in place of another library's argument. Each begins with the argument's
-# name, and is said by the functions that have this argument.
+# What to give in place of another library's argument. Each text begins with the name of
+# an argument, and only functions that have this argument say it.
 OTHER_NAMES = {
     "beta": ("b1",),
     "beta1": ("b1",),
@@ -87,7 +87,7 @@ _SECOND = (
 def check_arguments(
     factory: Callable[P, R], ns_steps: int | None = None
 ) -> Callable[P, R]:
-    """``factory``, its arguments checked before it is called.
+    """Checks the arguments of ``factory`` before it is called.
 
     Args:
       factory: a function that makes a transform or an optimizer.

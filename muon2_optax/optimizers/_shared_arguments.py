@@ -107,7 +107,7 @@ SHARED = {
     ),
 }
 
-# What three of them are to the optimizers on the hyperball.
+# What three of these arguments mean to the optimizers on the hyperball.
 ON_SPHERE = {
     "learning_rate": (
         "length of a step relative to the weights, or a schedule of it, of the order of"
@@ -127,12 +127,11 @@ ON_SPHERE = {
 def optimizer(
     ns_steps: int | None = None, texts: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes an optimizer of a function: arguments checked, and all of them described.
+    """Decorates an optimizer: checks its arguments and completes its docstring.
 
     Args:
       ns_steps: what None stands for as the optimizer's argument ``ns_steps``.
-      texts: of arguments whose description is neither in the function's docstring nor
-        that of ``SHARED``.
+      texts: descriptions of arguments that mean something else than in ``SHARED``.
     """
 
     def decorate(factory: Callable[P, R]) -> Callable[P, R]:
@@ -146,7 +145,7 @@ def optimizer(
 def complete_docstring(
     factory: Callable[P, R], texts: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[P, R]:
-    """``factory``, its docstring with the arguments that it leaves to others.
+    """Adds to the docstring of ``factory`` the arguments that it does not describe.
 
     Raises:
       KeyError: an argument that neither the docstring, ``texts`` nor ``SHARED``
@@ -178,7 +177,7 @@ def complete_docstring(
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str], str]:
-    """What stands before Args, the entries there by name, and what stands after."""
+    """Splits a docstring: what is before Args, its entries by name, what is after."""
     start = re.search(r"^(Args|Returns):$", doc, re.M)
     if start is None:
         raise ValueError(f"no Args and no Returns in {doc!r}")

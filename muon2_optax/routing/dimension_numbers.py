@@ -12,7 +12,7 @@ Patterns = tuple[tuple[str, MatrixAxes | None], ...]
 
 
 def patterns_from(dimension_numbers: Any, params: optax.Params | None) -> Patterns:
-    """The patterns of ``MatrixRules.from_dimension_numbers``, which see."""
+    """The patterns of the rules that ``MatrixRules.from_dimension_numbers`` returns."""
     if dimension_numbers is None:
         return ()
     if _is_spec(dimension_numbers):
