@@ -6,7 +6,7 @@ Pure functions on stacks (..., n, n) of Hermitian matrices without negative eige
 import jax
 import jax.numpy as jnp
 
-from muon2_optax.iteration import adjoint, lone_product
+from muon2_optax.iteration import lone_product
 
 # What a step adds to the Gram matrix, times its largest eigenvalue: directions whose
 # eigenvalue is rounding noise beside it (6e-8 per operation in float32) stay where they
@@ -59,7 +59,7 @@ def orthonormal_columns(x: jax.Array) -> jax.Array:
     n = x.shape[-1]
     above_rounding = 4 * n**0.5 * float(jnp.finfo(x.dtype).eps)
     for shift in (above_rounding, above_rounding, above_rounding, 0.0):
-        gram = lone_product(adjoint(x), x)
+        gram = lone_product(x, x, adjoint_of="a")
         gram = jnp.where(jnp.eye(n, dtype=bool), (1 + shift) * gram, gram)
         factor = jax.lax.linalg.cholesky(gram)
         x = jax.lax.linalg.triangular_solve(

@@ -7,7 +7,7 @@ Several steps may also run on the Gram matrix A alone, which is small if X is wi
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -211,11 +211,17 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def lone_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """As ``product``, fused with nothing before or after it.
+def lone_product(
+    a: jax.Array, b: jax.Array, adjoint_of: Literal["a", "b"] | None = None
+) -> jax.Array:
+    """As ``product``, of one's adjoint if so asked, fused with nothing around it.
 
     XLA for GPUs times dozens of kernels for every product that differs, and what is
     fused with it makes it differ. Those of equal shapes share the result here.
     """
     a, b = jax.lax.optimization_barrier((a, b))
+    a, b = (
+        adjoint(a) if adjoint_of == "a" else a,
+        adjoint(b) if adjoint_of == "b" else b,
+    )
     return jax.lax.optimization_barrier(product(a, b))

@@ -12,7 +12,7 @@ from muon2_optax.arrays import limits, stacks
 from muon2_optax.arrays.grouping import even_size, run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import basis_refresh, dispatch
-from muon2_optax.iteration import adjoint, lone_product
+from muon2_optax.iteration import lone_product
 
 
 class Leaf(NamedTuple):
@@ -124,15 +124,16 @@ def _stepped(leaves: Sequence[Leaf], settings: Settings) -> list[Leaf]:
 
 def _step(x: Leaf, s: Settings) -> Leaf:
     """The update and the new averages of a stack, in the bases that it has."""
-    rotates = x.gram_in.shape[-1] > 1, x.gram_out.shape[-1] > 1
-    q_in, q_out = (
-        jnp.where(s.count > s.frequency, q, jnp.eye(q.shape[-1], dtype=q.dtype)[None])
-        for q in (x.basis_in, x.basis_out)
-    )
+    turn_in, turn_out = x.gram_in.shape[-1] > 1, x.gram_out.shape[-1] > 1
+    has_bases = s.count > s.frequency
+
+    def turned(y: jax.Array, product: jax.Array) -> jax.Array:
+        return jnp.where(has_bases, product, y)
 
     def into_bases(y: jax.Array) -> jax.Array:
-        y = lone_product(adjoint(q_in), y) if rotates[0] else y
-        return lone_product(y, q_out) if rotates[1] else y
+        if turn_in:
+            y = turned(y, lone_product(x.basis_in, y, adjoint_of="a"))
+        return turned(y, lone_product(y, x.basis_out)) if turn_out else y
 
     g = _within_range(x.g)
     nu = averages.average(x.nu, averages.square(into_bases(g)), s.b2)
@@ -140,15 +141,15 @@ def _step(x: Leaf, s: Settings) -> Leaf:
     rotated = averages.scale(into_bases(numerator), s.scales[0])
     root = roots.sqrt(averages.scale(nu, s.scales[1]))
     update = roots.divide(rotated, averages.divisor(root, s.eps))
-    update = lone_product(q_in, update) if rotates[0] else update
-    update = lone_product(update, adjoint(q_out)) if rotates[1] else update
     gram_in, gram_out = x.gram_in, x.gram_out
-    if rotates[0]:
-        gram_in = averages.average(gram_in, lone_product(g, adjoint(g)), s.shampoo_beta)
-    if rotates[1]:
-        gram_out = averages.average(
-            gram_out, lone_product(adjoint(g), g), s.shampoo_beta
-        )
+    if turn_in:
+        update = turned(update, lone_product(x.basis_in, update))
+        new = lone_product(g, g, adjoint_of="b")
+        gram_in = averages.average(gram_in, new, s.shampoo_beta)
+    if turn_out:
+        update = turned(update, lone_product(update, x.basis_out, adjoint_of="b"))
+        new = lone_product(g, g, adjoint_of="a")
+        gram_out = averages.average(gram_out, new, s.shampoo_beta)
     return Leaf(update, mu, nu, gram_in, gram_out, x.basis_in, x.basis_out)
 
 
