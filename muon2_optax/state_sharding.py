@@ -21,8 +21,8 @@ def init_in_place(
     """
     state = init(params)
     leaves = jax.tree.leaves(params)
-    if all(map(_concrete, leaves)):
-        meshes = [x.sharding.mesh for x in leaves if _named(x.sharding)]
+    if all(map(_is_concrete, leaves)):
+        meshes = [x.sharding.mesh for x in leaves if _is_named(x.sharding)]
         return _beside(meshes[0], state) if meshes else state
     if not all(isinstance(x, jax.core.Tracer) for x in leaves):
         return state
@@ -51,7 +51,7 @@ def init_in_place(
         abstract = jax.eval_shape(init, jax.tree.structure(params).unflatten(shapes))
 
     def place(x: Any, like: Any) -> Any:
-        spec = like.sharding.spec if _named(like.sharding) else PartitionSpec()
+        spec = like.sharding.spec if _is_named(like.sharding) else PartitionSpec()
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(place, state, abstract)
@@ -62,16 +62,16 @@ def _beside(mesh: Any, state: Any) -> Any:
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(x: Any) -> Any:
-        if not _concrete(x) or _named(x.sharding):
+        if not _is_concrete(x) or _is_named(x.sharding):
             return x
         return jax.device_put(x, replicated)
 
     return jax.tree.map(place, state)
 
 
-def _concrete(x: Any) -> bool:
+def _is_concrete(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
-def _named(sharding: Any) -> bool:
+def _is_named(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding)

@@ -27,8 +27,8 @@ def is_empty(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def shown(name: str) -> str:
-    """The path of a leaf in an error; that of a tree which is one array is empty."""
+def quote(name: str) -> str:
+    """Quotes the path of a leaf for an error; a tree that is one array has none."""
     return repr(name) if name else "the array itself"
 
 
@@ -159,10 +159,11 @@ def _check_paths(updates: Any, state: Any) -> None:
     got, want = next((a, b) for a, b in pairs if a != b)
     raise ValueError(
         f"the updates have {len(new)} leaves and the state has {len(old)}; the first"
-        f" that differ are {_shown(got, want)} of the updates and {_shown(want, got)}"
-        " of the state. A state belongs to paths and their order: update() needs the"
-        " tree that init() saw, in the same containers (a parameter without gradient"
-        " needs zeros, not None); for another tree, make another state with init()"
+        f" that differ are {_quote_keys(got, want)} of the updates and"
+        f" {_quote_keys(want, got)} of the state. A state belongs to paths and their"
+        " order: update() needs the tree that init() saw, in the same containers (a"
+        " parameter without gradient needs zeros, not None); for another tree, make"
+        " another state with init()"
     )
 
 
@@ -181,13 +182,13 @@ def _paths(tree: Any) -> list[tuple[str, ...]]:
     ]
 
 
-def _shown(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str:
+def _quote_keys(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str:
     if path is None:
         return "no leaf"
     joined = "/".join(path)
     # Keys that contain a slash may print like the keys of a deeper tree.
     alike = other is not None and joined == "/".join(other)
-    return " under ".join(map(repr, reversed(path))) if alike else shown(joined)
+    return " under ".join(map(repr, reversed(path))) if alike else quote(joined)
 
 
 def require_arrays(params: Any) -> None:
@@ -202,7 +203,7 @@ def require_arrays(params: Any) -> None:
         if not is_empty(x) and not _is_array(x):
             what = "a function" if callable(x) else f"of type {type(x).__name__}"
             raise TypeError(
-                f"the parameters hold {shown(name)}, which is {what} and no array: give"
+                f"the parameters hold {quote(name)}, which is {what} and no array: give"
                 " the model's arrays only, to init and to update; of an Equinox model,"
                 " eqx.filter(model, eqx.is_array)"
             )
