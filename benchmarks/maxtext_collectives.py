@@ -146,7 +146,7 @@ def measure(case: str, name: str) -> dict[str, Any]:
     _, _, shardings, _, mesh, _, _, batches, _, _, train_state = loop
     tx = train_state.optimizer.tx
     params = nnx.state(train_state.model, nnx.Param)
-    alone, _ = compile_step(tx, nnx.pure(params), mesh)
+    alone, _ = compile_step(tx, nnx.as_pure(params), mesh)
 
     graph, state = nnx.split(train_state)
     step, _ = train_utils.jit_train_and_eval_step(
