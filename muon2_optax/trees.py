@@ -66,8 +66,8 @@ def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_box)
 
 
-# Metadata of an NNX variable that names an axis for each of its dimensions. The third is
-# the first one's older name, which MaxText keeps beside it and Flax prefers.
+# Metadata of an NNX variable that names an axis for each of its dimensions. The third
+# is the first one's older name, which MaxText keeps beside it and Flax prefers.
 _SPECS = ("out_sharding", "optimizer_sharding", "sharding_names")
 
 
