@@ -66,6 +66,11 @@ def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_box)
 
 
+# Metadata of an NNX variable that names an axis for each of its dimensions. The third
+# is the first one's older name, which MaxText keeps beside it and Flax prefers.
+_SPECS = ("out_sharding", "optimizer_sharding", "sharding_names")
+
+
 def map_reduced(
     fn: Callable[[str, Any], tuple[Any, Sequence[int | None]]], tree: Any
 ) -> Any:
@@ -86,7 +91,7 @@ def map_reduced(
         metadata = leaf.get_metadata() if _is_variable(leaf) else {}
         reduced = {
             key: tuple(_entry(metadata[key], d) for d in dims)
-            for key in ("out_sharding", "optimizer_sharding")
+            for key in _SPECS
             if metadata.get(key)
         }
         return leaf.replace(value, **reduced) if reduced else value
