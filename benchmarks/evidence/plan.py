@@ -170,6 +170,23 @@ PAPER = (
 )
 BEST_RATE = ("hyperball", 0.0, (0.03,))
 
+# What might make OURS better, and rivals with the same addition.
+VARIANTS = (
+    "muon2_f K=3 schatten",
+    "muon2_f K=3 neurons",
+    "muon2_f K=5 fitted",
+    "muon2_f K=3 schatten neurons",
+    "muon K=5 fitted",
+    "normuon K=5",
+    "muon2_f b2=.99",
+    "muon2_f K=3 ahead",
+    "muon2_f K=3 scaled gradients",
+    "muon_eq K=3 schatten",
+    "muon2 K=3 neurons",
+    "muon2_f eps=1e-6",
+    "polar_express K=5",
+)
+
 PLANS: dict[str, list[Stage]] = {
     # What the main question needs.
     "llama_60m": [
@@ -198,6 +215,7 @@ PLANS: dict[str, list[Stage]] = {
         grid(("muon K=3", "muon2 K=5", "muon2_f K=5"), [NONE]),
         grid((BASE, "muon2 K=3", "muon2_f K=3"), [NONE], seeds=(102, 103)),
     ],
+    "variants": [grid(VARIANTS, [BEST_RATE])],
     # Half of the steps, to see whether the sign is the same.
     "gpt_124m_sign": [
         grid((BASE, OURS), [BEST_RATE], "gpt_124m", steps=350),
@@ -246,6 +264,7 @@ PLANS: dict[str, list[Stage]] = {
         grid((BASE, OURS, "adamw"), [HYPERBALL], size="tiny"),
         repeats((BASE, OURS), "decay", 2, (102,), size="tiny"),
         shorter(OURS, "decay", 2, (9,), (101,), size="tiny"),
+        grid(VARIANTS, [BEST_RATE], size="tiny"),
     ],
 }
 
