@@ -55,9 +55,9 @@ def summary(results: Results) -> str:
         "**LLaMA-60M: Muon²-F with K=3 and the fitted schedule beats Muon with K=5,"
         f" both on the hyperball:** perplexity {ours} against {base}. Change"
         f" {shown(ball)}: real, and less than the 3 % that was the goal.",
-        f"**GPT-124M: it loses, by far:** {shown(gpt)}, with half the steps and one rate"
-        " tried. The cause is not known yet (below). Until it is, Muon with K=5 on the"
-        " hyperball is the choice for a GPT.",
+        f"**GPT-124M: it loses, by far:** {shown(gpt)}, with half the steps and one"
+        " rate tried. The cause is not known yet (below). Until it is, Muon with K=5 on"
+        " the hyperball is the choice for a GPT.",
         f"**NorMuon with K=5 is as good at LLaMA-60M:** Muon²-F K=3 against it"
         f" {shown(normuon)}.",
         "**What holds the weights is worth more than the direction.** Muon K=5:"
