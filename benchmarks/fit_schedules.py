@@ -55,6 +55,18 @@ def fit(quantiles: np.ndarray, steps: int) -> Table:
     )
 
 
+def schatten_norms(entries: list[Entry], quantiles: np.ndarray) -> np.ndarray:
+    """Estimates of the Schatten 4-norms of matrices whose Frobenius norms are 1.
+
+    Quantiles stand for all singular values but the largest, which has the rest of the
+    squares. Divided by these norms, spectra are fitted for ``Schatten()``.
+    """
+    squares = quantiles.astype(float) ** 2
+    counts = np.array([min(e["shape"]) for e in entries])
+    rest = np.maximum(1 - counts * squares.mean(axis=1), 0)
+    return (counts * (squares**2).mean(axis=1) + rest**2) ** 0.25
+
+
 def published(name: str, steps: int) -> Table:
     return m2.SCHEDULES[name].rows(steps)
 

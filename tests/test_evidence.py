@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import muon2_optax as m2
+from benchmarks import fit_schedules
 from benchmarks.evidence import (
     arms,
     cells,
@@ -21,6 +22,8 @@ from benchmarks.evidence import (
     report,
     run,
     sizes,
+    spectra,
+    stages,
     stats,
     training,
 )
@@ -95,7 +98,7 @@ def test_every_planned_cell_names_things_that_exist():
 
 def test_seeds_follow_when_the_grid_is_there():
     first, second = "muon K=5", "muon2_f K=3"
-    stage = plan.repeats((first, second), "hyperball", trials=2, seeds=(102,))
+    stage = stages.repeats((first, second), "hyperball", trials=2, seeds=(102,))
 
     def cell(arm, rate, seed=101):
         return Cell("llama_60m", arm, "hyperball", rate, seed=seed)
@@ -112,7 +115,7 @@ def test_seeds_follow_when_the_grid_is_there():
 
 def test_more_of_a_treatment_only_beyond_the_edge():
     near, edge = ("decay", 0.1, (0.02,)), ("decay", 0.3, (0.02,))
-    stage = plan.extended(("muon K=5",), edge, ("decay", 0.6, (0.02,)), trials=2)
+    stage = stages.extended(("muon K=5",), edge, ("decay", 0.6, (0.02,)), trials=2)
     a, b = (Cell("llama_60m", "muon K=5", c, r[0], d) for c, d, r in (near, edge))
     assert stage(finished({a: 3.0, b: 3.1})) == []
     (more,) = stage(finished({a: 3.0, b: 2.9}))
@@ -135,6 +138,13 @@ def test_the_schedule_is_optax_s(step):
     assert training.rate_at(step, 700) == pytest.approx(float(want), abs=1e-6)
 
 
+def test_looking_ahead_follows_the_rate_and_ends_before_the_run():
+    """At the end the parameters must be those to evaluate."""
+    shares = [training.ahead_at(step, 200) for step in range(201)]
+    assert not any(shares[:30]) and not any(shares[150:])
+    assert shares[30:150] == [training.rate_at(step, 200) for step in range(30, 150)]
+
+
 def test_a_run_is_resumed_and_pairs_share_their_start(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     (tmp_path / "tiny").mkdir()
@@ -142,9 +152,9 @@ def test_a_run_is_resumed_and_pairs_share_their_start(tmp_path, monkeypatch):
         ids = (rng.zipf(1.5, count) % 64).astype(np.uint16)
         np.save(tmp_path / "tiny" / f"{part}.npy", ids)
     decays = [("decay", 0.1, (0.02,)), ("none", 0.0, (0.02,))]
-    steps = plan.shorter("muon K=5", "none", 1, (6,), (101,), size="tiny")
+    steps = stages.shorter("muon K=5", "none", 1, (6,), (101,), size="tiny")
     monkeypatch.setitem(
-        plan.PLANS, "test", [plan.grid(("muon K=5",), decays, size="tiny"), steps]
+        plan.PLANS, "test", [stages.grid(("muon K=5",), decays, size="tiny"), steps]
     )
     out = tmp_path / "lines.jsonl"
 
@@ -183,6 +193,57 @@ def test_watching_changes_nothing_and_sees_what_enters():
     # Nesterov's first step: b1 (1 - b1) + (1 - b1) = 0.0975 of the gradient.
     (entered,) = jax.tree.leaves(seen)
     np.testing.assert_allclose(entered, 0.0975 * 1e-3, rtol=1e-5)
+
+
+def test_scaled_gradients_enter_the_momentum():
+    """The factored moment divides each gradient, and the results are averaged."""
+    rng = np.random.default_rng(3)
+    rules = m2.MatrixRules(((r"kernel$", m2.MatrixAxes(-2, -1)),))
+    steps = rng.standard_normal((2, 4, 5)) * np.linspace(0.1, 3, 5)
+    row, col, momentum, want = np.zeros(4), np.zeros(5), np.zeros((4, 5)), None
+    for g in steps:
+        row = 0.95 * row + 0.05 * np.mean(g**2, axis=1)
+        col = 0.95 * col + 0.05 * np.mean(g**2, axis=0)
+        scaled = g / np.sqrt(np.outer(row, col) / np.mean(row))
+        momentum = 0.95 * momentum + 0.05 * scaled
+        want = 0.95 * momentum + 0.05 * scaled
+    tx = arms.direction(arms.ARMS["muon2_f K=3 scaled gradients"], rules, watched=True)
+    params = {"kernel": jax.numpy.zeros((4, 5))}
+    state = tx.init(params)
+    for g in steps:
+        _, state = tx.update({"kernel": jax.numpy.asarray(g, "float32")}, state)
+    (seen,) = [s for s in state if isinstance(s, arms.Watched)]
+    np.testing.assert_allclose(seen.updates["kernel"], want, rtol=1e-4)
+
+
+def test_schatten_norms_are_those_of_the_matrices():
+    """From what is kept of a spectrum, also where one value stands out."""
+    rng = np.random.default_rng(4)
+    for top in (0.0, 3.0, 30.0):
+        matrix = rng.standard_normal((160, 200)) / 14
+        matrix[0] += top / 14
+        s = np.linalg.svd(matrix, compute_uv=False)
+        want = np.sum((s / np.linalg.norm(s)) ** 4) ** 0.25
+        (found,) = fit_schedules.schatten_norms(
+            [{"shape": matrix.shape}], spectra.quantiles(matrix)[None]
+        )
+        # How much of the largest value is in the last quantile depends on the size.
+        assert found == pytest.approx(want, rel=0.1)
+
+
+def test_the_schatten_table_is_fitted_to_the_spectra():
+    entries, quantiles = fit_schedules.of_kind("muon2", *spectra.load(spectra.SPECTRA))
+    norms = fit_schedules.schatten_norms(entries, quantiles)
+    fitted = np.minimum(quantiles / norms[:, None], 1)
+    rows = arms.SCHATTEN.rows(3)
+    assert fit_schedules.cosine(rows, fitted) > 0.91
+    # No coefficient can move by a hundredth without loss.
+    for i, j in np.ndindex(3, 3):
+        for factor in (0.99, 1.01):
+            moved = np.array(rows)
+            moved[i, j] *= factor
+            other = fit_schedules.cosine(moved, fitted)
+            assert other < fit_schedules.cosine(rows, fitted) + 2e-4
 
 
 # --- statistics -------------------------------------------------------------------

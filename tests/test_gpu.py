@@ -139,3 +139,27 @@ def test_row_and_column_means(dtype, shape):
     for got, axis in ((state.nu_row, -1), (state.nu_col, -2)):
         # Sums of positive numbers in float32: a rounding per level of the reduction.
         np.testing.assert_allclose(got["w"], square.mean(axis), rtol=1e-6)
+
+
+def test_row_and_column_means_of_equal_leaves():
+    """They run together: each leaf must get its own, and the update made of them.
+
+    The shapes are those of GPT-124M's MLP, one leaf for each layer.
+    """
+    shapes = {"up": (768, 3072), "down": (3072, 768)}
+    rules = m2.MatrixRules(((r"up|down", m2.MatrixAxes(-2, -1)),))
+    tx = m2.factorized_second_moment(b1=0.0, b2=0.0, rules=rules)
+    g = {
+        f"{name}{layer}": jnp.asarray((1 + layer) * normal32(shape, layer))
+        for layer in range(12)
+        for name, shape in shapes.items()
+    }
+    updates, state = jax.jit(lambda g: tx.update(g, tx.init(g)))(g)
+    for key, x in g.items():
+        square = np.square(np.asarray(x, np.float64))
+        row, col = square.mean(-1), square.mean(-2)
+        # Sums of positive numbers in float32: a rounding per level of the reduction.
+        np.testing.assert_allclose(state.nu_row[key], row, rtol=1e-6, err_msg=key)
+        np.testing.assert_allclose(state.nu_col[key], col, rtol=1e-6, err_msg=key)
+        want = np.asarray(x, np.float64) / np.sqrt(np.outer(row, col) / row.mean())
+        np.testing.assert_allclose(updates[key], want, rtol=1e-5, err_msg=key)

@@ -18,6 +18,17 @@ import muon2_optax as m2
 B1 = 0.95
 # The schedule of all arms called "fitted".
 FITTED = "muon2"
+# That of all arms called "schatten": fitted as "muon2" is, to the same spectra divided
+# by ``fit_schedules.schatten_norms`` instead of the Frobenius norm.
+SCHATTEN = m2.Schedule(
+    (
+        (4.1475, -11.701, 8.3207),
+        (3.3209, -9.0535, 6.5397),
+        (5.3647, -16.2401, 15.6095),
+    ),
+    take="whole",
+    normalization=m2.Schatten(),
+)
 ADAM_B1, ADAM_B2, ADAM_EPS = 0.9, 0.95, 1e-8
 
 Transform = optax.GradientTransformation
@@ -29,23 +40,27 @@ class Arm:
 
     Attributes:
       moment: what comes before the orthogonalization: ``"momentum"`` (Muon),
-        ``"second"`` (Muon^2), ``"factored"`` (Muon^2-F), ``"equilibrated"`` (momentum
-        whose rows and columns are scaled to one size), ``"signs"`` (AdaMuon),
-        ``"soap"`` (SOAP), or ``"adam"``, which has no orthogonalization.
+        ``"second"`` (Muon^2), ``"factored"`` (Muon^2-F), ``"scaled"`` (Muon^2-F with
+        the order turned: the momentum of gradients that the factored moment has
+        scaled), ``"equilibrated"`` (momentum whose rows and columns are scaled to one
+        size), ``"signs"`` (AdaMuon), ``"soap"`` (SOAP), or ``"adam"``, which has no
+        orthogonalization.
       ns_steps, ns_coeffs: the orthogonalization.
       after: what follows it: ``"neurons"`` (NorMuon), ``"entries"`` (AdaMuon) or none.
       nesterov, b2, eps, bias_correction, shape_scale: as in the library.
+      ahead: beta of EMA-Nesterov around the whole optimizer, at the peak rate; 0: none.
     """
 
     moment: str
     ns_steps: int = 0
-    ns_coeffs: str = "keller"
+    ns_coeffs: str | m2.Schedule = "keller"
     after: str = ""
     nesterov: bool = True
     b2: float = 0.95
     eps: float = 1e-10
     bias_correction: bool = False
     shape_scale: str = "spectral"
+    ahead: float = 0.0
 
 
 def _named(moment: str, steps: tuple[int, ...]) -> dict[str, Arm]:
@@ -86,6 +101,15 @@ ARMS: dict[str, Arm] = {
     "muon2_f eps=1e-15": dataclasses.replace(_BASE, eps=1e-15),
     "muon2_f match_rms": dataclasses.replace(_BASE, shape_scale="match_rms"),
     "muon2_f unscaled": dataclasses.replace(_BASE, shape_scale="none"),
+    # What might have made it better, and rivals with the same addition.
+    "muon2_f K=3 schatten": Arm("factored", 3, SCHATTEN),
+    "muon2_f K=3 neurons": dataclasses.replace(_BASE, after="neurons"),
+    "muon2_f K=3 schatten neurons": Arm("factored", 3, SCHATTEN, after="neurons"),
+    "muon2 K=3 neurons": Arm("second", 3, FITTED, after="neurons"),
+    "muon2_f K=3 scaled gradients": dataclasses.replace(_BASE, moment="scaled"),
+    "muon2_f K=3 ahead": dataclasses.replace(_BASE, ahead=0.5),
+    "muon K=5 ahead": Arm("momentum", 5, ahead=0.5),
+    "muon_eq K=3 schatten": Arm("equilibrated", 3, SCHATTEN),
 }
 
 
@@ -95,6 +119,7 @@ class Hyper(NamedTuple):
     rate: Any
     adam_rate: Any
     decay: Any
+    ahead: Any = 0.0
 
 
 class Watched(NamedTuple):
@@ -157,6 +182,10 @@ def direction(arm: Arm, rules: m2.MatrixRules, watched: bool = False) -> Transfo
                 rules=rules,
             )
         ],
+        "scaled": lambda: [
+            m2.factorized_second_moment(0.0, arm.b2, arm.eps, rules=rules),
+            m2.scale_by_momentum(B1, nesterov=arm.nesterov),
+        ],
         "adam": lambda: [
             m2.scale_by_second_moment(ADAM_B1, ADAM_B2, ADAM_EPS, bias_correction=True)
         ],
@@ -217,4 +246,6 @@ def transform(
         optax.scale_by_learning_rate(hyper.adam_rate),
     )
     routed = optax.partition({"matrix": matrix, "adam": rest}, rules.labels)
+    if arm.ahead:
+        routed = m2.ema_nesterov(routed, hyper.ahead)
     return optax.chain(optax.clip_by_global_norm(clip), routed)

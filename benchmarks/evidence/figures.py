@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.evidence import mechanism
 from benchmarks.evidence.cells import Cell
-from benchmarks.evidence.plan import FIRST_SEED
+from benchmarks.evidence.stages import FIRST_SEED
 
 STYLE = {
     "svg.hashsalt": "muon2_optax",  # the same file from the same lines
