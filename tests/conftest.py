@@ -66,8 +66,11 @@ def pytest_collection_finish():
 
 def resident():
     """Bytes of this process in memory; 0 where the system does not say."""
-    pages = pathlib.Path("/proc/self/statm")
-    return int(pages.read_text().split()[1]) * 4096 if pages.exists() else 0
+    try:  # not on every system, nor to a process that has given up its rights
+        pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def pytest_runtest_teardown():
