@@ -45,12 +45,12 @@ EXCEPTIONS = {
 
 # Their trees have convolutions that no rule covers, which the library says aloud.
 UNCOVERED = {"C31", "C47"}
-# The other methods' runs take some minutes more.
-CORE = {"muon2", "muon2_f"}
+# By default for the one with every kind of stage; the other methods take some minutes.
+DEFAULT = "muon2_f"
 
 
 def _param(name, case):
-    marks = [] if name in CORE else [pytest.mark.slow]
+    marks = [] if name == DEFAULT else [pytest.mark.slow]
     if case["id"] in UNCOVERED:
         marks.append(pytest.mark.filterwarnings("ignore:no matrix rule:UserWarning"))
     if reason := EXCEPTIONS.get(name, {}).get(case["id"]):

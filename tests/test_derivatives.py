@@ -57,7 +57,7 @@ def test_zero_matrix_of_a_stack(schedule):
     assert_close(got[1], slope(x[1]))
 
 
-@pytest.mark.parametrize("name", ["muon2", "muon2_f", "normuon", "dion"])
+@pytest.mark.parametrize("name", ["muon2", "muon2_f", "muon_eq", "normuon", "dion"])
 def test_derivatives_elsewhere_are_those_of_the_values(name):
     """Against central differences in float64."""
     with jax.enable_x64(True):

@@ -219,7 +219,15 @@ def test_float64(path):
     assert error < 1e-9
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def _in_float32():
+    """One shape of every method by default, and the files about small numbers."""
+    for path in FILES:
+        default = path.stem.endswith("_8x24") or "tiny" in path.stem
+        marks = () if default else pytest.mark.slow
+        yield pytest.param(path, marks=marks, id=path.stem)
+
+
+@pytest.mark.parametrize("path", _in_float32())
 def test_float32(path):
     # The file's own bound: max(1e-4, 20 x the float32 noise of the published code).
     assert _replay(path, jnp.float32) < _load(path)[1]["tol_f32"]

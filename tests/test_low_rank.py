@@ -1,5 +1,6 @@
 """Dion where the momentum has a lower rank than the update may have."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,3 +63,11 @@ def test_columns_above_the_noise_are_normalized():
     g = {"w": jnp.asarray(np.diag(values), jnp.float32)}
     got, _ = steps(m2.dion(1.0, shape_scale="none"), g, 12)
     np.testing.assert_allclose(np.abs(np.diag(got)), 1, atol=0.05)
+
+
+def test_a_fraction_of_the_rank_is_rounded_up():
+    params = {"w": jax.ShapeDtypeStruct((8, 12), jnp.float32)}
+    for fraction, rank in ((0.3, 3), (0.25, 2), (1e-3, 1), (None, 8)):
+        state = jax.eval_shape(m2.dion(0.1, rank_fraction=fraction).init, params)
+        (q,) = (x for x in jax.tree.leaves(state) if x.shape[-1:] == (rank,))
+        assert q.ndim == 2, fraction

@@ -186,3 +186,13 @@ def test_shape_scales_that_are_none():
         tx.init({"w": jnp.ones((2, 3))})
     tx = optax.inject_hyperparams(m2.scale_by_shape)(m2.MatchRMS(0.3))
     tx.init({"w": jnp.ones((2, 3))})
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "adam_weight_decay"])
+def test_decay_without_parameters_is_refused(name):
+    grads = {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}
+    tx = m2.muon2(0.1, **{name: 0.25})
+    with pytest.raises(ValueError, match="decay of 0.25 needs the parameters"):
+        tx.update(grads, tx.init(grads))
+    none = m2.muon2(0.1, weight_decay=0.0, adam_weight_decay=0.0)
+    jax.eval_shape(none.update, grads, none.init(grads))

@@ -1,10 +1,12 @@
 """Stacks that are kept in parts: sums of all of them, work in lots."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muon2_optax.arrays import stacks
+from muon2_optax.arrays import grouping, stacks
 
 
 @pytest.mark.parametrize(
@@ -58,3 +60,12 @@ def test_matrices_become_parts_and_come_back():
     for x, y in zip(xs, back, strict=True):
         assert y.dtype == x.dtype
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_groups_are_even_and_no_larger_than_allowed(most):
+    for count in range(1, 30):
+        size = grouping.even_size(count, most)
+        fewest = math.ceil(count / most)
+        # With one less in each, the fewest groups would not hold all of them.
+        assert size <= most and (size - 1) * fewest < count <= size * fewest

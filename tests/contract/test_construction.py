@@ -20,6 +20,7 @@ from helpers import (
 )
 
 import muon2_optax as m2
+from muon2_optax.optimizers._steps import NS_STEPS
 
 HAND = {
     "muon": (
@@ -106,3 +107,9 @@ def test_registry():
         assert next(iter(inspect.signature(factory).parameters)) == "learning_rate"
     for name in ("muon", "muon2", "muon2_f", "muon2_f_h"):
         assert m2.REGISTRY[name] is getattr(m2, name)
+
+
+def test_number_of_steps():
+    """Three behind a second moment (the K of the paper), as many as Muon elsewhere."""
+    for name, steps in NS_STEPS.items():
+        assert steps == (3 if name.startswith("muon2") else 5), name
