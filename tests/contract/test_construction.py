@@ -18,9 +18,9 @@ from helpers import (
     run_compiled,
     sample,
 )
+from muon2_optax.optimizers._steps import NS_STEPS
 
 import muon2_optax as m2
-from muon2_optax.optimizers._steps import NS_STEPS
 
 HAND = {
     "muon": (
