@@ -6,11 +6,13 @@ read; training then takes the one before it.
 """
 
 import contextlib
+import itertools
 import logging
+import math
 import os
 import textwrap
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from examples import optim
-from examples.config import Config
-from examples.files import Record, WriteFailed, read_metrics
+from examples.config import Config, SaveConfig
+from examples.files import WriteFailed
 from examples.mesh import make_mesh
 from examples.models import make_model
 from examples.options import UserError, check
-from examples.runs import (
-    CHECKPOINT_FOLDER,
-    METRICS_FILE,
-    stored_config,
-    stored_settings,
-)
-from examples.step import TrainState, abstract_opt_state, abstract_params
+from examples.runs import CHECKPOINT_FOLDER, stored_config, stored_settings
+from examples.step import TrainState, abstract_params
+from muon2_optax.state_sharding import abstract_state
 
 # What they log of a damaged checkpoint reaches us as an exception as well.
 for _name in ("absl", "asyncio"):
@@ -113,44 +111,59 @@ def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _losses(manager: Any) -> dict[int, float]:
+    """Step to validation loss, of the checkpoints that were saved after one."""
+    found = manager.checkpoints
+    return {one.step: one.metrics["val_loss"] for one in found if one.metrics}
+
+
 class Store:
     """The checkpoints of one optimizer, written while training goes on.
 
     All processes of a run call the same methods in the same order.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, options: SaveConfig):
         self._folder = folder.resolve()
         self._pending: tuple[int, Any] | None = None
-        self.kept_step: int | None = None  # stays, however many newer ones there are
         kinds: Any = ocp.training.preservation_policies
-        policies = kinds.AnyPreservationPolicy([kinds.LatestN(keep), self])
+        policies: list[Any] = [kinds.LatestN(options.keep)]
+        if options.keep_best:
+            best = {"get_metric_fn": lambda metrics: metrics["val_loss"], "n": 1}
+            best |= {"reverse": True, "keep_checkpoints_without_metrics": False}
+            policies.append(kinds.BestN(**best))
         try:
             self._manager = ocp.training.Checkpointer(
                 str(self._folder),
-                preservation_policy=policies,
+                preservation_policy=kinds.AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=True,
             )
         except OSError as error:
             raise WriteFailed(self._folder, error) from None
 
-    def should_preserve(self, checkpoints: Sequence[Any], **_: Any) -> list[bool]:
-        """What Orbax asks before it removes old checkpoints."""
-        return [checkpoint.step == self.kept_step for checkpoint in checkpoints]
-
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
         return [checkpoint.step for checkpoint in self._manager.checkpoints]
 
-    def _fail(self, step: int, error: Exception) -> CheckpointFailed:
-        kept = [known for known in self.steps() if known != step]
-        after = f"the one of step {kept[-1]} is kept" if kept else "there is none yet"
-        return CheckpointFailed(
-            f"checkpoint of step {step} in {self._folder} could not be written: "
-            f"{_reason(error)}; {after}; --resume goes on once that is put right"
-        )
+    @contextlib.contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        """What Orbax raises, of many kinds, becomes `CheckpointFailed`."""
+        try:
+            yield
+        except Exception as error:
+            kept = [known for known in self.steps() if known != step]
+            after = f"the one of step {kept[-1]} is kept" if kept else "there is none"
+            raise CheckpointFailed(
+                f"checkpoint of step {step} in {self._folder} could not be written: "
+                f"{_reason(error)}; {after}; --resume goes on once that is put right"
+            ) from None
 
-    def save(self, state: TrainState) -> None:
+    def best_loss(self) -> float:
+        """The lowest validation loss of a checkpoint."""
+        self.wait()
+        return min(_losses(self._manager).values(), default=math.inf)
+
+    def save(self, state: TrainState, val_loss: float | None = None) -> None:
         """Begin to write a checkpoint; the arrays may be donated when this returns."""
         self.wait()
         step = int(state.step)
@@ -159,24 +172,21 @@ class Store:
         counters = {n: getattr(state, n).astype(jnp.uint32) for n in _COUNTERS}
         parts = {name: getattr(state, name) for name in _PARTS}
         counters |= {f"{name}_digest": digest(part) for name, part in parts.items()}
-        try:
-            written = self._manager.save_checkpointables_async(
-                step, parts | {"counters": counters}, force=True
-            )
-        except Exception as error:  # Orbax raises many kinds
-            raise self._fail(step, error) from None
-        self._pending = step, written
+        content = parts | {"counters": counters}
+        metrics: Any = None if val_loss is None else {"val_loss": val_loss}
+        with self._failing(step):
+            begin = self._manager.save_checkpointables_async
+            written = begin(step, content, force=True, metrics=metrics)
+            self._pending = step, written
 
     def wait(self) -> None:
         """Return when the checkpoint under way is on disk."""
         if self._pending is None:
             return
         (step, written), self._pending = self._pending, None
-        try:
+        with self._failing(step):
             written.result()
             self._manager.wait()
-        except Exception as error:  # Orbax raises many kinds
-            raise self._fail(step, error) from None
 
     def close(self) -> None:
         """Wait, and let go of the folder."""
@@ -218,22 +228,12 @@ class Store:
             place = self._folder.parent.parent / "damaged"
             place.mkdir(exist_ok=True)
             for step in steps:
-                target, number = place / f"{self._folder.name}-{step}", 1
-                while target.exists():
-                    number += 1
-                    target = place / f"{self._folder.name}-{step}-{number}"
+                name = f"{self._folder.name}-{step}"
+                names = (name, *(f"{name}-{number}" for number in itertools.count(2)))
+                target = next(t for n in names if not (t := place / n).exists())
                 (self._folder / str(step)).rename(target)
         if steps:
             self._manager.reload()
-
-
-def validation_losses(
-    records: Iterable[Record], optimizer: str, known: Collection[int]
-) -> dict[int, float]:
-    """Step to validation loss, of an optimizer's steps that are known."""
-    evals = (r for r in records if r["kind"] == "eval" and r["loss"] is not None)
-    mine = (r for r in evals if r["optimizer"] == optimizer and r["step"] in known)
-    return {record["step"]: record["loss"] for record in mine}
 
 
 def load_params(
@@ -273,35 +273,23 @@ def load_params(
     _, init = make_model(config.model, stored_settings(folder)["vocab_size"])
     parts = {"params": abstract_params(init, mesh)}
     if transform is not None:
-        opt_state = abstract_opt_state(transform, parts["params"], mesh)
-        parts["opt_state"] = opt_state
+        parts["opt_state"] = abstract_state(transform.init, parts["params"], mesh)
     with ocp.training.Checkpointer(str(place)) as manager:
         known = [checkpoint.step for checkpoint in manager.checkpoints]
         if step == "best":
-            records = read_metrics(folder / METRICS_FILE)
-            losses = validation_losses(records, str(optimizer), known)
+            losses = _losses(manager)
             check(bool(losses), f"{place}: no checkpoint with a validation loss")
             step = min(losses, key=lambda n: losses[n])
-        chosen = max(known, default=None) if step is None else int(step)
-        which = f"of step {step} " if step is not None else ""
-        check(
-            chosen in known, f"{place}: no checkpoint {which}(there: {known or 'none'})"
-        )
-        others = [number for number in reversed(known) if number != chosen]
-        reason = ""
-        remedy = "no other can be read: put back a copy of one, or train again"
-        for number in (chosen, *others):
-            try:
-                found = _read(manager, number or 0, parts)
-            except Exception as error:  # whatever is damaged raises its own kind
-                reason = reason or _reason(error)
-                continue
-            if number == chosen:
-                return found["params"], config, found.get("opt_state")
-            remedy = f"--step {number} can be read"
-            break
-    said = f"the checkpoint of step {chosen} is unreadable ({reason}); {remedy}"
-    raise UserError(f"{place}: {said}")
+        chosen = max(known, default=0) if step is None else int(step)
+        there = f"(there: {', '.join(map(str, known)) or 'none'})"
+        check(chosen in known, f"{place}: no checkpoint of step {chosen} {there}")
+        try:
+            found = _read(manager, chosen, parts)
+        except Exception as error:  # whatever is damaged raises its own kind
+            said = f"the checkpoint of step {chosen} is unreadable ({_reason(error)})"
+            remedy = f"name another with --step {there}, or put back a copy"
+            raise UserError(f"{place}: {said}; {remedy}") from None
+    return found["params"], config, found.get("opt_state")
 
 
 def load_initial(

@@ -4,13 +4,23 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from examples import options
+from examples.checkpoint import load_params
+from examples.config import ModelConfig
+from examples.data import tokens as tok
+from examples.models import make_model
 from examples.options import Options, check, option
 
-if TYPE_CHECKING:
-    from examples.trained import Model
+_STEP = "checkpoint: a step or 'best' (default: the newest)"
+_TOP_P = "choose among the likeliest that have this probability together"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +30,11 @@ class SampleConfig(Options):
     run: str = option("", "folder of the run")
     prompt: str = option("", "text to continue (default: the start of a document)")
     optimizer: str | None = option(None, "whose model, if the run compared several")
-    step: str | None = option(
-        None, "checkpoint: a step or 'best' (default: the newest)"
-    )
+    step: str | None = option(None, _STEP)
     max_tokens: int = option(200, "tokens to add at most", "[1, ]")
     temperature: float = option(0.8, "0: always the likeliest token", "[0, ]")
     top_k: int = option(0, "choose among so many likeliest tokens (0: all)", "[0, ]")
-    top_p: float = option(
-        1.0, "choose among the likeliest that have this probability together", "(0, 1]"
-    )
+    top_p: float = option(1.0, _TOP_P, "(0, 1]")
     seed: int = option(0, "seed of the choices", "[0, ]")
 
     def __post_init__(self) -> None:
@@ -36,15 +42,43 @@ class SampleConfig(Options):
         check(bool(self.run), "--run FOLDER is needed")
 
 
+class Model(NamedTuple):
+    """A trained model: its structure, parameters, tokenizer and what it sees."""
+
+    graphdef: Any
+    params: Any
+    tokenizer: tok.Tokenizer
+    max_length: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, tokenizer: tok.Tokenizer, params: Any) -> "Model":
+        """The model whose experts serve every token."""
+        graphdef, _ = make_model(config.without_drops(), tokenizer.vocab_size)
+        return cls(graphdef, params, tokenizer, config.seq_len)
+
+
+def load_model(
+    run: str, optimizer: str | None = None, step: str | None = None
+) -> Model:
+    """The parameters and the tokenizer of a run; see `load_params`."""
+    number = step is None or step == "best" or step.isdecimal()
+    check(number, f"--step {step}: neither the number of a step nor 'best'")
+    params, config, _ = load_params(run, optimizer, step)
+    file = Path(run, tok.FILE)
+    tokenizer = tok.load_tokenizer(file)
+    _, init = make_model(config.model, tokenizer.vocab_size)
+    wanted = jax.tree.map(lambda x: x.shape, jax.eval_shape(init, jax.random.key(0)))
+    same = wanted == jax.tree.map(lambda x: x.shape, params)
+    check(same, f"{file}: not the tokenizer of these parameters")
+    return Model.of(config.model, tokenizer, params)
+
+
 def choose(
-    logits_V: Any, key: Any, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> Any:
+    logits_V: jax.Array, key: Any, temperature: float, top_k: int = 0, top_p: float = 1
+) -> jax.Array:
     """One token id, among the likeliest `top_k` (0: all), and of those among the fewest
     whose probabilities at this temperature are `top_p` together.
     """
-    import jax
-    import jax.numpy as jnp
-
     if temperature == 0:
         return jnp.argmax(logits_V)
     sorted_V = jnp.sort(logits_V, descending=True)
@@ -59,23 +93,14 @@ def choose(
 
 
 @functools.lru_cache(maxsize=4)
-def make_generate(
-    graphdef: Any,
-    length: int,
-    end_id: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> Any:
+def make_generate(graphdef: Any, length: int, end_id: int, *choices: Any) -> Any:
     """A program that reads a prompt and adds tokens until its window is full.
 
     It takes (params, ids filled up to `length`, how many are the prompt, how many to
     add, key, number of tokens added before) and gives the window and how much of it is
     filled. Keys and values stay in a cache, so that each token costs one position.
+    `choices` are those of `choose`.
     """
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
 
     @jax.jit
     def generate(
@@ -94,8 +119,7 @@ def make_generate(
         def add(carry: Any) -> Any:
             window_L, place, x_1x1xD, caches = carry
             step_key = jax.random.fold_in(key, count + place - size)
-            logits_V = model.logits(x_1x1xD)[0, 0]
-            token = choose(logits_V, step_key, temperature, top_k, top_p)
+            token = choose(model.logits(x_1x1xD)[0, 0], step_key, *choices)
             token = token.astype(jnp.int32)
             found = model.features(token[None, None], caches, place)
             window_L = window_L.at[place].set(token)
@@ -108,7 +132,7 @@ def make_generate(
 
 
 def continue_text(
-    model: "Model",
+    model: Model,
     prompt: str,
     *,
     max_tokens: int,
@@ -121,9 +145,6 @@ def continue_text(
 
     Where its window is full it goes on from the last half of it.
     """
-    import jax
-    import numpy as np
-
     end_id, length = model.tokenizer.end_id, model.max_length
     choices = temperature, top_k, top_p
     generate = make_generate(model.graphdef, length, end_id, *choices)
@@ -149,13 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         about = "Continue a prompt with a trained model."
-        config: SampleConfig = options.parse_one(SampleConfig, argv, about)
-        from examples.trained import load_model
-
-        model = load_model(config.run, config.optimizer, config.step)
-        names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
-        choices = {name: getattr(config, name) for name in names}
-        print(continue_text(model, config.prompt, **choices))
+        given = dataclasses.asdict(options.parse_one(SampleConfig, argv, about))
+        model = load_model(*(given.pop(name) for name in ("run", "optimizer", "step")))
+        print(continue_text(model, given.pop("prompt"), **given))
 
     return options.run_command("sample", run)
 

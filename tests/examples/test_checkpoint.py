@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import checkpoint, evaluate, plot, sample, step
-from examples.config import parse
+from benchmarks import evaluate, plot
+from examples import checkpoint, sample, step
+from examples.config import SaveConfig, parse
 from examples.data import loader
 from examples.files import RecordFile, WriteFailed, read_metrics
 from examples.models import make_model
@@ -146,12 +147,10 @@ def test_a_damaged_checkpoint_has_a_neighbour(finished: Path, tmp_path: Path) ->
     place = folder / "checkpoints" / "muon2"
     for name in ("8", "12"):
         damage(place / name / "params", "truncated")
-    with pytest.raises(UserError, match=r"step 12 is unreadable .*; --step 4 can be"):
+    said = r"step 12 is unreadable .*; name another with --step \(there: 4, 8, 12\), or"
+    with pytest.raises(UserError, match=said):
         checkpoint.load_params(folder)
     checkpoint.load_params(folder, step=4)
-    damage(place / "4" / "params", "truncated")
-    with pytest.raises(UserError, match="no other can be read: put back a copy"):
-        checkpoint.load_params(folder)
 
 
 def test_damaged_parameters_are_neither_sampled_nor_evaluated(
@@ -163,7 +162,7 @@ def test_damaged_parameters_are_neither_sampled_nor_evaluated(
         damage(folder / "checkpoints" / "muon2" / "12" / "params", kind)
         assert sample.main(["--run", str(folder)]) == 2
         out, err = capfd.readouterr()
-        assert "checkpoint of step 12 is unreadable" in err and "--step 8 can be" in err
+        assert "checkpoint of step 12 is unreadable" in err and "--step" in err
         assert not out and err.count("\n") == 1 and "handler" not in err
     argv = ["--run", str(folder), "--task-data", str(tmp_path)]
     assert evaluate.main(argv) == 2
@@ -172,14 +171,14 @@ def test_damaged_parameters_are_neither_sampled_nor_evaluated(
 
 def test_parameters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     config = parse(["--optimizer", "adamw", "--dim", "16", "--hidden", "16"])
-    store_settings(tmp_path, config, 257, "0", write=True)
+    store_settings(tmp_path, config, 257, "0")
     _, init = make_model(config.model, 257)
     params = init(jax.random.key(0))
     params["final_norm"]["scale"] = params["final_norm"]["scale"].at[3].set(jnp.nan)
     count = jnp.int32(5)
     state = step.TrainState(params, {"count": count}, count, count, count)
     place = tmp_path / "checkpoints" / "adamw"
-    with contextlib.closing(checkpoint.Store(place, keep=1)) as store:
+    with contextlib.closing(checkpoint.Store(place, SaveConfig())) as store:
         store.save(state)
     with pytest.raises(UserError, match="its parameters are not finite"):
         checkpoint.load_params(tmp_path)
@@ -290,7 +289,7 @@ def test_load_params_names_what_is_missing(finished: Path, tmp_path: Path) -> No
     params, config, _ = checkpoint.load_params(finished, "muon2", 8)
     assert config.run.steps == 12
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
-    with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there: \[4, 8, 12"):
+    with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there: 4, 8, 12"):
         checkpoint.load_params(finished, step=5)
     with pytest.raises(UserError, match="no adamw"):
         checkpoint.load_params(finished, "adamw")

@@ -45,7 +45,8 @@ def fails_with_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> 
         (["--b2", "1.5"], "below 1"),
         (["--steps", "99999999999999999999"], "at most 2147483647"),
         (["--init-optimizer"], "--init-optimizer needs --init-from"),
-        (["--distributed"], "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+        (["--distributed"], "--distributed needs --out"),
+        (["--distributed", "--out", "x"], "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
         (["--val-fraction", "0.9"], "--val-fraction"),
         (["--optimizer", ""], "--optimizer"),
         (["--optimizer", "muon,sgd9"], "unknown name 'sgd9' (known: adamw, "),
@@ -119,10 +120,14 @@ def test_flags_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-def test_fingerprint_ignores_the_folder_only() -> None:
-    base = config.parse([]).fingerprint()
-    assert config.parse(["--out", "x"]).fingerprint() == base
-    assert config.parse(["--seed", "1"]).fingerprint() != base
+def test_the_default_is_the_recommended_recipe_and_a_comparison_of_tiny_models() -> (
+    None
+):
+    assert config.parse([]).optim.names() == tuple(config.COMPARED.split(","))
+    assert config.parse(["--model", "gpt_tiny"]).optim.names()[-1] == "muon2_f_h"
+    assert config.parse(["--model", "llama_60m"]).optim.names() == ("muon2_f_h",)
+    asked = config.parse(["--model", "llama_60m", "--optimizer", "muon"])
+    assert asked.optim.names() == ("muon",)
 
 
 def store(folder: Path, begun: config.Config) -> None:

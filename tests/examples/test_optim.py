@@ -51,7 +51,7 @@ def test_short_schedules_stay_in_range(steps: int, warmup: int, kind: Any) -> No
 def test_every_registered_optimizer_has_a_plan() -> None:
     plans = optim.plans(OptimConfig(optimizer="all"), steps=10)
     assert [plan.name for plan in plans] == ["adamw", *m2.REGISTRY]
-    steps = {plan.name: plan.ns_steps for plan in plans}
+    steps = {plan.name: plan.settings["ns_steps"] for plan in plans}
     assert steps["adamw"] is None
     assert (steps["muon"], steps["muon2"], steps["muon2_f"]) == (5, 3, 3)
 
@@ -59,9 +59,9 @@ def test_every_registered_optimizer_has_a_plan() -> None:
 def test_overrides_reach_the_optimizers_that_have_them() -> None:
     config = OptimConfig(optimizer="adamw,muon2", ns_steps=4, learning_rate=0.5)
     adamw, muon2 = optim.plans(config, steps=10)
-    assert (adamw.ns_steps, muon2.ns_steps) == (None, 4)
-    assert adamw.learning_rate == muon2.learning_rate == 0.5
-    assert muon2.adam_learning_rate == optim.ADAM_LEARNING_RATE
+    assert [plan.settings["ns_steps"] for plan in (adamw, muon2)] == [None, 4]
+    assert adamw.settings["learning_rate"] == muon2.settings["learning_rate"] == 0.5
+    assert muon2.settings["adam_learning_rate"] == optim.ADAM["learning_rate"]
     with pytest.raises(UserError, match="--adam-learning-rate does not apply"):
         optim.plans(OptimConfig(optimizer="adamw", adam_learning_rate=0.1), steps=10)
 

@@ -1,4 +1,4 @@
-"""Zero-shot evaluation of a run: `python -m examples.evaluate --run RUN --task-data D`.
+"""Zero-shot evaluation: `python -m benchmarks.evaluate --run RUN --task-data DATA`.
 
 Log-likelihoods of continuations by the rules of lm-evaluation-harness 0.4
 (`TemplateLM._encode_pair` and `HFLM._loglikelihood_tokens`), so that scores are the
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.tasks import TASKS, Score, measure, read_task
 from examples import options
 from examples.options import Options, check, option
-from examples.tasks import TASKS, Score, measure, read_task
 
 if TYPE_CHECKING:
     from examples.data.tokens import Tokenizer
-    from examples.trained import Model
+    from examples.sample import Model
 
 RECORD_FILE = "evaluation.jsonl"
 # A scored position counts as much as these tokens: with a vocabulary of 50,000 its
@@ -192,7 +192,7 @@ def describe(metrics: dict[str, float]) -> str:
 def _evaluate(config: EvaluateConfig) -> None:
     """Evaluate, print and record."""
     from examples.files import RecordFile, WriteFailed
-    from examples.trained import load_model
+    from examples.sample import load_model
 
     model = load_model(config.run, config.optimizer, config.step)
     path, failed = Path(config.run, RECORD_FILE), None
