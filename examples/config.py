@@ -188,7 +188,9 @@ class RunConfig(Options):
     sample_prompt: str | None = option(None, "continue this text at every validation")
     log_every: int = option(5, "steps between training records", "[1, ]")
     seed: int = option(0, "seed of the first weights and of the data order", "[0, ]")
-    init_from: str | None = option(None, "begin with the weights of this run")
+    init_from: str | None = option(
+        None, "begin with the weights of a run or .safetensors"
+    )
     init_optimizer: bool = option(False, "and with the state of its optimizer")
     deterministic: bool = option(False, "only repeatable operations on GPUs (slower)")
     out: str | None = option(None, "output folder (default: a new one under runs/)")
@@ -201,8 +203,8 @@ class RunConfig(Options):
         check(self.out != "", "--out must not be empty")
         shared = self.out is not None or not self.distributed
         check(shared, "--distributed needs --out, a folder that all processes share")
-        begun = not self.init_optimizer or bool(self.init_from)
-        check(begun, "--init-optimizer needs --init-from RUN")
+        run = bool(self.init_from) and not str(self.init_from).endswith(".safetensors")
+        check(run or not self.init_optimizer, "--init-optimizer needs --init-from RUN")
 
 
 _RESUME = "go on with the run in --out (auto: start it if there is none)"

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import examples.step as steps
-from examples import checkpoint, optim, sample
+from examples import checkpoint, export, optim, sample
 from examples.data.loader import prefetch
 from examples.files import WriteFailed
 from examples.mesh import peak_flops, peak_memory
@@ -154,8 +154,12 @@ class _Training:
         if source is None:
             key = jax.random.key(self._run.seed)
             return steps.initial_state(setup.init, transform, abstract, key)
-        wanted = transform if self._run.init_optimizer else None
-        params, old = checkpoint.load_initial(source, self._name, setup.params, wanted)
+        wanted, old = transform if self._run.init_optimizer else None, None
+        if source.endswith(export.SUFFIX):
+            params = export.load(Path(source), setup.config.model, setup.params)
+        else:
+            known = self._name, setup.params, wanted
+            params, old = checkpoint.load_initial(source, *known)
         state = steps.initial_state(lambda p: p, transform, abstract, params)
         if old is None:
             return state
