@@ -44,21 +44,22 @@ _LLAMA = {
 _GPT = {
     "transformer.wte.weight": "embed/embedding",
     "transformer.wpe.weight": "position_table",
+    "transformer.h.#.ln_1.weight": "blocks/#/attention_norm/scale",
+    "transformer.h.#.ln_1.bias": "blocks/#/attention_norm/bias",
+    "transformer.h.#.attn.c_attn.weight": "blocks/#/attention/query+key+value/kernel",
+    "transformer.h.#.attn.c_attn.bias": "blocks/#/attention/query+key+value/bias",
+    "transformer.h.#.attn.c_proj.weight": "blocks/#/attention/out/kernel",
+    "transformer.h.#.attn.c_proj.bias": "blocks/#/attention/out/bias",
+    "transformer.h.#.ln_2.weight": "blocks/#/mlp_norm/scale",
+    "transformer.h.#.ln_2.bias": "blocks/#/mlp_norm/bias",
+    "transformer.h.#.mlp.c_fc.weight": "blocks/#/mlp/up/kernel",
+    "transformer.h.#.mlp.c_fc.bias": "blocks/#/mlp/up/bias",
+    "transformer.h.#.mlp.c_proj.weight": "blocks/#/mlp/down/kernel",
+    "transformer.h.#.mlp.c_proj.bias": "blocks/#/mlp/down/bias",
+    "transformer.ln_f.weight": "final_norm/scale",
+    "transformer.ln_f.bias": "final_norm/bias",
 }
-for _theirs, _ours in {
-    "transformer.h.#.ln_1": "blocks/#/attention_norm",
-    "transformer.h.#.attn.c_attn": "blocks/#/attention/query+key+value",
-    "transformer.h.#.attn.c_proj": "blocks/#/attention/out",
-    "transformer.h.#.ln_2": "blocks/#/mlp_norm",
-    "transformer.h.#.mlp.c_fc": "blocks/#/mlp/up",
-    "transformer.h.#.mlp.c_proj": "blocks/#/mlp/down",
-    "transformer.ln_f": "final_norm",
-}.items():
-    _weight = "scale" if _ours.endswith("norm") else "kernel"
-    _GPT |= {
-        f"{_theirs}.weight": f"{_ours}/{_weight}",
-        f"{_theirs}.bias": f"{_ours}/bias",
-    }
+_SIDE_BY_SIDE = "query+key+value"
 
 SUFFIX = ".safetensors"
 _DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
@@ -72,11 +73,11 @@ def layout(config: ModelConfig) -> dict[str, list[str]]:
     check(config.architecture in ("llama", "gpt"), said)
     found = {}
     for theirs, ours in (_LLAMA if config.architecture == "llama" else _GPT).items():
-        for number in range(config.layers if "#" in theirs else 1):
-            before, _, after = ours.replace("#", str(number)).rpartition("/")
-            *front, together = before.split("/")
-            paths = ["/".join([*front, one, after]) for one in together.split("+")]
-            found[theirs.replace("#", str(number))] = [x.lstrip("/") for x in paths]
+        parts = _SIDE_BY_SIDE.split("+") if _SIDE_BY_SIDE in ours else [_SIDE_BY_SIDE]
+        paths = [ours.replace(_SIDE_BY_SIDE, part) for part in parts]
+        for number in map(str, range(config.layers if "#" in theirs else 1)):
+            mine = [path.replace("#", number) for path in paths]
+            found[theirs.replace("#", number)] = mine
     return found
 
 
@@ -93,15 +94,15 @@ def _one_by_one(config: ModelConfig, params: Any) -> Any:
     return params | {"blocks": blocks}
 
 
-def _paths(params: Any) -> list[str]:
+def _by_path(params: Any) -> dict[str, Any]:
     found = jax.tree.leaves_with_path(params)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in found}
 
 
 def to_tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
     """Parameters by the names of their layout."""
     params = _one_by_one(config, jax.tree.map(np.asarray, params))
-    ours, tensors = dict(zip(_paths(params), jax.tree.leaves(params))), {}
+    ours, tensors = _by_path(params), {}
     for name, paths in layout(config).items():
         whole = np.concatenate([ours[path] for path in paths], axis=-1)
         tensors[name] = whole.T if _is_turned(config, paths[0]) else whole
@@ -116,25 +117,25 @@ def from_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], like: Any)
     """
     # GPT-2 as it was published lacks the first part of the names.
     rest = {name.removeprefix("transformer."): x for name, x in tensors.items()}
-    shapes, ours = jax.eval_shape(lambda x: _one_by_one(config, x), like), {}
-    wanted = dict(zip(_paths(shapes), jax.tree.leaves(shapes)))
+    shapes = jax.eval_shape(lambda x: _one_by_one(config, x), like)
+    ours = _by_path(shapes)
     for name, paths in layout(config).items():
-        whole = rest.pop(name.removeprefix("transformer."), None)
-        if whole is None:
+        tensor = rest.pop(name.removeprefix("transformer."), None)
+        if tensor is None:
             raise UserError(f"tensor {name} is missing")
-        parts = [wanted[path].shape for path in paths]
-        shape = (*parts[0][:-1], sum(part[-1] for part in parts))
+        wanted = jax.eval_shape(
+            lambda *x: jnp.concatenate(x, -1), *map(ours.get, paths)
+        )
         turned = _is_turned(config, paths[0])
-        said = f"this model needs {shape[::-1] if turned else shape}"
-        same = whole.shape == (shape[::-1] if turned else shape)
-        check(same, f"tensor {name} has the shape {whole.shape}, {said}")
-        whole = np.asarray(whole.T if turned else whole, np.float32)
+        shape = wanted.shape[::-1] if turned else wanted.shape
+        said = f"has the shape {tensor.shape}, this model needs {shape}"
+        check(tensor.shape == shape, f"tensor {name} {said}")
+        whole = np.asarray(tensor.T if turned else tensor, np.float32)
         check(bool(np.isfinite(whole).all()), f"tensor {name} is not finite")
-        cuts = np.cumsum([part[-1] for part in parts])[:-1]
-        ours |= dict(zip(paths, np.split(whole, cuts, axis=-1)))
+        ours |= zip(paths, np.split(whole, len(paths), axis=-1))
     known = [name for name in rest if not name.endswith(_COMPUTED)]
     check(not known, f"tensor {'; '.join(known[:1])} has no place in {config.model}")
-    params = jax.tree.structure(shapes).unflatten([ours[path] for path in wanted])
+    params = jax.tree.structure(shapes).unflatten(ours.values())
     if config.scan_layers:
         blocks = jax.tree.map(lambda *parts: np.stack(parts), *params["blocks"])
         params |= {"blocks": blocks}

@@ -174,7 +174,7 @@ def make_eval_step(graphdef: Any, chunks: int = 1) -> jax.stages.Wrapped:
         model = nnx.merge(graphdef, params)
         x_BxLxD = model.features(tokens_BxM[:, :-1]).x_BxLxD
         targets_BxL = tokens_BxM[:, 1:]
-        loss_BxL, _ = head.token_losses(x_BxLxD, model.head(), targets_BxL, chunks)
+        loss_BxL = head.token_losses(x_BxLxD, model.head(), targets_BxL, chunks)
         return (loss_BxL.sum(axis=1) * weight_B).sum()
 
     return eval_step
