@@ -21,7 +21,8 @@ import numpy as np
 
 from benchmarks.tasks import TASKS, Score, measure, read_task
 from examples import options
-from examples.options import Options, check, option
+from examples.config import TrainedConfig
+from examples.options import check, option
 
 if TYPE_CHECKING:
     from examples.data.tokens import Tokenizer
@@ -35,14 +36,9 @@ _SHORTEST = 32, 8  # padded lengths of texts, and of what is scored of them
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig(Options):
+class EvaluateConfig(TrainedConfig):
     """Which run is evaluated on what."""
 
-    run: str = option("", "folder of a training run")
-    optimizer: str | None = option(None, "which of the run's optimizers, if several")
-    step: str | None = option(
-        None, "checkpoint: a step or 'best' (default: the newest)"
-    )
     tasks: str = option("all", "names joined by commas, or 'all' that are in the files")
     task_data: str | None = option(None, "folder of the task files")
     limit: int = option(0, "only the first questions of each task (0: all)", "[0, ]")
@@ -50,7 +46,6 @@ class EvaluateConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.run), "--run FOLDER is needed")
         check(bool(self.task_data), "--task-data FOLDER is needed")
 
 
@@ -223,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         about = "Zero-shot evaluation of a training run."
-        _evaluate(options.parse_one(EvaluateConfig, argv, about))
+        _evaluate(options.parse_one(EvaluateConfig, argv, about, "benchmarks"))
 
     return options.run_command("evaluate", run)
 

@@ -125,10 +125,6 @@ class DataConfig(Options):
     max_bytes: int = option(4_000_000, "read so much text (0: all of it)", "[0, 1e18]")
     val_fraction: float = option(0.05, "part of the text held out", "[0.001, 0.5]")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(bool(self.tokenizer), "--tokenizer must not be empty")
-
 
 RECOMMENDED = "muon2_f_h"  # docs/choosing.md says why
 COMPARED = f"adamw,muon,muon2,muon2_f,{RECOMMENDED}"
@@ -159,10 +155,6 @@ class OptimConfig(Options):
     nesterov: bool | None = option(None, "Nesterov momentum (default: on)")
     shape_scale: str | None = option(None, "spectral, keller, match_rms or none")
     mu_dtype: str | None = option(None, "dtype of the momentum, float32 or bfloat16")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(bool(self.names()), "--optimizer names no optimizer")
 
     def names(self) -> tuple[str, ...]:
         """The names as written, without repeats; 'all' is resolved by `optim`."""
@@ -205,6 +197,21 @@ class RunConfig(Options):
         check(shared, "--distributed needs --out, a folder that all processes share")
         run = bool(self.init_from) and not str(self.init_from).endswith(".safetensors")
         check(run or not self.init_optimizer, "--init-optimizer needs --init-from RUN")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedConfig(Options):
+    """Which parameters of which run a command is about."""
+
+    run: str = option("", "folder of the run")
+    optimizer: str | None = option(None, "whose model, if the run compared several")
+    step: str | None = option(None, "a step or 'best' (default: the newest checkpoint)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(bool(self.run), "--run FOLDER is needed")
+        known = self.step in (None, "best") or str(self.step).isdecimal()
+        check(known, f"--step {self.step}: neither the number of a step nor 'best'")
 
 
 _RESUME = "go on with the run in --out (auto: start it if there is none)"

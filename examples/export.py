@@ -20,9 +20,9 @@ import numpy as np
 
 from examples import options
 from examples.checkpoint import load_params
-from examples.config import ModelConfig
+from examples.config import ModelConfig, TrainedConfig
 from examples.files import write_atomically
-from examples.options import Options, UserError, check, option
+from examples.options import UserError, check, option
 
 # Their names to ours, where # is the number of a block. torch's Linear is (out, in), so
 # that kernels of a LLaMA are transposed; GPT-2's Conv1D is (in, out) as ours is, and
@@ -209,19 +209,14 @@ def load(path: Path, config: ModelConfig, like: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportConfig(Options):
+class ExportConfig(TrainedConfig):
     """Which parameters go into which file."""
 
-    run: str = option("", "folder of the run")
     out: str = option("", "the file to write, NAME.safetensors")
-    optimizer: str | None = option(None, "whose model, if the run compared several")
-    step: str | None = option(
-        None, "checkpoint: a step or 'best' (default: the newest)"
-    )
     dtype: Literal["F32", "BF16", "F16"] = option("F32", "of the numbers in the file")
 
     def __post_init__(self) -> None:
-        check(bool(self.run), "--run FOLDER is needed")
+        super().__post_init__()
         check(self.out.endswith(SUFFIX), f"--out NAME{SUFFIX} is needed")
 
 

@@ -101,6 +101,7 @@ def _select(config: OptimConfig) -> list[str]:
     An option that none of them has would be ignored: that is an error.
     """
     known = factories()
+    check(bool(config.names()), "--optimizer names no optimizer")
     names = list(known) if config.names() == ("all",) else list(config.names())
     for name in names:
         listed = f"(known: {', '.join(known)}, all)"

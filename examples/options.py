@@ -149,7 +149,9 @@ def parse(
     return build(sections, vars(parser.parse_args(argv)))
 
 
-def parse_one(section: type, argv: Sequence[str] | None, description: str) -> Any:
+def parse_one(
+    section: type, argv: Sequence[str] | None, about: str, package: str = "examples"
+) -> Any:
     """The options of a command that has one section of them."""
     name = section.__name__.removesuffix("Config").lower()
-    return parse({name: section}, argv, f"python -m examples.{name}", description)[name]
+    return parse({name: section}, argv, f"python -m {package}.{name}", about)[name]

@@ -377,7 +377,7 @@ def test_the_best_checkpoint_is_kept_and_the_model_looked_at(
     assert [r["step"] for r in samples] == [2, 4, 6, 8]
     # The closing table, too, fits into 80 columns.
     table = out.split("plot:")[0].splitlines()[-6:]
-    (row,) = [line for line in table if "schedule" in line]
+    (row,) = [line for line in table if "coeffs" in line]
     assert "skipped" in row and row.rstrip().endswith(" s")
     assert "\u2026" not in out and max(map(len, table)) <= 80
 
