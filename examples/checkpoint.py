@@ -12,7 +12,7 @@ import math
 import os
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from examples import optim
-from examples.config import Config, SaveConfig
-from examples.files import WriteFailed
+from examples import optim, runs
+from examples.config import Config
+from examples.files import WriteFailed, read_metrics
 from examples.mesh import make_mesh
 from examples.models import make_model
 from examples.options import UserError, check
-from examples.runs import CHECKPOINT_FOLDER, stored_config, stored_settings
 from examples.step import TrainState, abstract_params
 from muon2_optax.state_sharding import abstract_state
 
@@ -111,10 +110,16 @@ def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _losses(manager: Any) -> dict[int, float]:
-    """Step to validation loss, of the checkpoints that were saved after one."""
-    found = manager.checkpoints
-    return {one.step: one.metrics["val_loss"] for one in found if one.metrics}
+def best_step(
+    run_folder: Path, optimizer: str, known: Collection[int]
+) -> tuple[float, int | None]:
+    """The lowest validation loss of the known steps, and its step."""
+    path, losses = run_folder / runs.METRICS_FILE, [(math.inf, None)]
+    for record in read_metrics(path) if path.exists() else []:
+        mine = record["kind"] == "eval" and record["optimizer"] == optimizer
+        if mine and record["step"] in known and record["loss"] is not None:
+            losses.append((record["loss"], record["step"]))
+    return min(losses, key=lambda pair: pair[0])
 
 
 class Store:
@@ -123,23 +128,24 @@ class Store:
     All processes of a run call the same methods in the same order.
     """
 
-    def __init__(self, folder: Path, options: SaveConfig):
+    def __init__(self, folder: Path, keep: int):
         self._folder = folder.resolve()
         self._pending: tuple[int, Any] | None = None
+        self.best_step: int | None = None  # stays, however many newer ones there are
         kinds: Any = ocp.training.preservation_policies
-        policies: list[Any] = [kinds.LatestN(options.keep)]
-        if options.keep_best:
-            best = {"get_metric_fn": lambda metrics: metrics["val_loss"], "n": 1}
-            best |= {"reverse": True, "keep_checkpoints_without_metrics": False}
-            policies.append(kinds.BestN(**best))
+        policies = kinds.AnyPreservationPolicy([kinds.LatestN(keep), self])
         try:
             self._manager = ocp.training.Checkpointer(
                 str(self._folder),
-                preservation_policy=kinds.AnyPreservationPolicy(policies),
+                preservation_policy=policies,
                 cleanup_tmp_directories=True,
             )
         except OSError as error:
             raise WriteFailed(self._folder, error) from None
+
+    def should_preserve(self, checkpoints: Sequence[Any], **_: Any) -> list[bool]:
+        """What Orbax asks before it removes old checkpoints."""
+        return [checkpoint.step == self.best_step for checkpoint in checkpoints]
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
@@ -158,12 +164,7 @@ class Store:
                 f"{_reason(error)}; {after}; --resume goes on once that is put right"
             ) from None
 
-    def best_loss(self) -> float:
-        """The lowest validation loss of a checkpoint."""
-        self.wait()
-        return min(_losses(self._manager).values(), default=math.inf)
-
-    def save(self, state: TrainState, val_loss: float | None = None) -> None:
+    def save(self, state: TrainState) -> None:
         """Begin to write a checkpoint; the arrays may be donated when this returns."""
         self.wait()
         step = int(state.step)
@@ -173,11 +174,9 @@ class Store:
         parts = {name: getattr(state, name) for name in _PARTS}
         counters |= {f"{name}_digest": digest(part) for name, part in parts.items()}
         content = parts | {"counters": counters}
-        metrics: Any = None if val_loss is None else {"val_loss": val_loss}
         with self._failing(step):
             begin = self._manager.save_checkpointables_async
-            written = begin(step, content, force=True, metrics=metrics)
-            self._pending = step, written
+            self._pending = step, begin(step, content, force=True)
 
     def wait(self) -> None:
         """Return when the checkpoint under way is on disk."""
@@ -261,25 +260,24 @@ def load_params(
         those that were saved, or they are not finite.
     """
     folder = Path(run_folder)
-    config = stored_config(folder)
+    config = runs.stored_config(folder)
     names = [plan.name for plan in optim.plans(config.optim, config.run.steps)]
     if optimizer is None and len(names) == 1:
         (optimizer,) = names
     said = "name one of its optimizers" if optimizer is None else f"no {optimizer}"
     check(optimizer in names, f"{folder}: {said} (it has {', '.join(names)})")
-    place = (folder / CHECKPOINT_FOLDER / str(optimizer)).resolve()
+    place = (folder / runs.CHECKPOINT_FOLDER / str(optimizer)).resolve()
     check(place.is_dir(), f"{place}: no such folder; the run has no checkpoint yet")
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
-    _, init = make_model(config.model, stored_settings(folder)["vocab_size"])
+    _, init = make_model(config.model, runs.stored_settings(folder)["vocab_size"])
     parts = {"params": abstract_params(init, mesh)}
     if transform is not None:
         parts["opt_state"] = abstract_state(transform.init, parts["params"], mesh)
     with ocp.training.Checkpointer(str(place)) as manager:
         known = [checkpoint.step for checkpoint in manager.checkpoints]
         if step == "best":
-            losses = _losses(manager)
-            check(bool(losses), f"{place}: no checkpoint with a validation loss")
-            step = min(losses, key=lambda n: losses[n])
+            _, step = best_step(folder, str(optimizer), known)
+            check(bool(step), f"{place}: no checkpoint with a validation loss")
         chosen = max(known, default=0) if step is None else int(step)
         there = f"(there: {', '.join(map(str, known)) or 'none'})"
         check(chosen in known, f"{place}: no checkpoint of step {chosen} {there}")
@@ -299,7 +297,7 @@ def load_initial(
 
     `params` are the shapes of this run's parameters and where they live.
     """
-    old = optim.plans(stored_config(Path(run_folder)).optim, steps=1)
+    old = optim.plans(runs.stored_config(Path(run_folder)).optim, steps=1)
     name = optimizer if len(old) > 1 or transform is not None else None
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     found, _, opt_state = load_params(run_folder, name, mesh=mesh, transform=transform)

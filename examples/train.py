@@ -87,13 +87,13 @@ class _Training:
         self._setup, self._plan, self._name = setup, plan, plan.name
         self._report, self._received = report, received
         self._run, self._save_options = setup.config.run, setup.config.save
-        place = folder / CHECKPOINT_FOLDER / plan.name
-        self.store = checkpoint.Store(place, self._save_options)
+        place, self._folder = folder / CHECKPOINT_FOLDER / plan.name, folder
+        self.store = checkpoint.Store(place, self._save_options.keep)
         self._tokens = self._run.batch_size * setup.config.model.seq_len
         self._flops = sizes(setup.config.model, setup.params).flops_per_token
         self._peak = peak_flops(setup.mesh.size)
         self._unread: deque[tuple[int, steps.Metrics]] = deque()
-        self._validated, self._val_loss, self._bits = 0, math.nan, math.nan
+        self._val_loss, self._bits, self._best_loss = math.nan, math.nan, math.inf
         # Of training alone: validating and saving end by starting the clock anew.
         self._seconds, self._since = 0.0, math.nan
         self._first_bad = 0  # of the bad steps in a row that end with the newest
@@ -179,6 +179,9 @@ class _Training:
             return not mine or record.get("step", math.inf) <= until
 
         records = [r for r in self._report.rewind(keep) if r.get("optimizer") == name]
+        if self._save_options.keep_best:
+            best = checkpoint.best_step(self._folder, name, self.store.steps())
+            self._best_loss, self.store.best_step = best
         times = (r["seconds"] for r in records if r["kind"] == "train")
         self._seconds = max(times, default=0.0)
         self._mark = (first, self._seconds)
@@ -203,7 +206,7 @@ class _Training:
                 last = bool(asked) or number == run.steps
                 regular = every and number % every == 0
                 if last or late or regular or self._due:
-                    self._save(number, last=last)
+                    self._save(last=last)
                 if asked and number < run.steps:
                     self.store.wait()
                     saved = (self.store.steps() or [0])[-1]
@@ -254,7 +257,6 @@ class _Training:
         self._read(keep=0)
         name, prompt = self._name, self._run.sample_prompt
         self._val_loss, self._bits = self._setup.evaluate(self._state.params)
-        self._validated = number
         numbers = {
             "tokens": number * self._tokens,
             "seconds": self._seconds,
@@ -274,8 +276,9 @@ class _Training:
             text = sample.continue_text(model, prompt, max_tokens=60)
             self._report.record("sample", optimizer=name, step=number, text=text)
             self._report.say(f"{name}: {text!r}")
-        if self._save_options.keep_best and self._val_loss < self.store.best_loss():
-            self._save(number, last=False)
+        if self._save_options.keep_best and self._val_loss < self._best_loss:
+            self._best_loss, self.store.best_step = self._val_loss, number
+            self._save(last=False)
         self._since = time.perf_counter()
 
     def _sound(self) -> bool:
@@ -294,7 +297,7 @@ class _Training:
         kept = self.store.steps()
         return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
 
-    def _save(self, number: int, *, last: bool) -> None:
+    def _save(self, *, last: bool) -> None:
         """Begin a checkpoint, after all records up to its step are on disk.
 
         After bad steps it waits for a good one: the state may be what makes them bad,
@@ -304,8 +307,7 @@ class _Training:
         self._due = bool(self._first_bad) and not (last and self._sound())
         if not self._due:
             self._report.sync()
-            known = number == self._validated
-            self.store.save(self._state, self._val_loss if known else None)
+            self.store.save(self._state)
             self._saved_at = time.perf_counter()
         self._since = time.perf_counter()
 

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import evaluate, plot
 from examples import checkpoint, sample, step
-from examples.config import SaveConfig, parse
+from examples.config import parse
 from examples.data import loader
 from examples.files import RecordFile, WriteFailed, read_metrics
 from examples.models import make_model
@@ -178,7 +178,7 @@ def test_parameters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     count = jnp.int32(5)
     state = step.TrainState(params, {"count": count}, count, count, count)
     place = tmp_path / "checkpoints" / "adamw"
-    with contextlib.closing(checkpoint.Store(place, SaveConfig())) as store:
+    with contextlib.closing(checkpoint.Store(place, keep=1)) as store:
         store.save(state)
     with pytest.raises(UserError, match="its parameters are not finite"):
         checkpoint.load_params(tmp_path)
