@@ -154,6 +154,21 @@ def test_a_continued_run_has_the_options_of_its_start(tmp_path: Path) -> None:
     assert (free.run.steps, free.run.log_every) == (12, 2)
 
 
+def test_a_run_with_the_defaults_of_an_earlier_version_does_not_go_on(
+    tmp_path: Path,
+) -> None:
+    begun = config.parse(["--steps", "9"])
+    store(tmp_path, begun)  # as versions before 0.2 did
+    with pytest.raises(UserError, match="begun by an earlier version"):
+        runs.check_text(tmp_path, begun, "")
+    runs.store_settings(tmp_path, begun, 257, "abc")
+    longer = config.parse(["--steps", "12", "--mesh", "fsdp=2"])
+    steps, mesh = runs.check_text(tmp_path, longer, "abc")
+    assert "--steps was 9, now 12" in steps and "--mesh was all devices" in mesh
+    with pytest.raises(UserError, match="hash abc, now abd"):
+        runs.check_text(tmp_path, begun, "abd")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

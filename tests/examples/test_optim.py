@@ -8,7 +8,7 @@ import pytest
 
 import muon2_optax as m2
 from examples import optim
-from examples.config import ModelConfig, OptimConfig
+from examples.config import COMPARED, ModelConfig, OptimConfig
 from examples.models import make_model, matrix_rules
 from examples.options import UserError
 
@@ -54,6 +54,21 @@ def test_every_registered_optimizer_has_a_plan() -> None:
     steps = {plan.name: plan.settings["ns_steps"] for plan in plans}
     assert steps["adamw"] is None
     assert (steps["muon"], steps["muon2"], steps["muon2_f"]) == (5, 3, 3)
+
+
+def test_momentum_is_equal_and_the_recommended_recipe_has_the_fitted_schedule() -> None:
+    plans = optim.plans(OptimConfig(optimizer=COMPARED), steps=10)
+    settings = {plan.name: plan.settings for plan in plans}
+    nesterov = {name: found["nesterov"] for name, found in settings.items()}
+    assert nesterov.pop("adamw") is None and set(nesterov.values()) == {True}
+    coefficients = [found["ns_coeffs"] for found in settings.values()]
+    assert coefficients == [None, "keller", "keller", "keller", "muon2"]
+    asked = OptimConfig(
+        optimizer="muon2_f_h", nesterov=False, ns_coeffs="turbo", ns_steps=4
+    )
+    (plan,) = optim.plans(asked, steps=10)
+    found = [plan.settings[key] for key in ("nesterov", "ns_coeffs", "ns_steps")]
+    assert found == [False, "turbo", 4]
 
 
 def test_overrides_reach_the_optimizers_that_have_them() -> None:
