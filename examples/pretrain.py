@@ -66,12 +66,14 @@ def _pretrain(argv: Sequence[str] | None) -> None:
         if first:
             _write_down(made, folder)
         _describe(made, report, changes)
-        results = []
         for plan in plans:
-            result = done.get(plan.name)
-            results.append(result or train.train(made, plan, report, folder, received))
+            if plan.name not in done:
+                training = train.Training(made, plan, report, folder, received)
+                with contextlib.closing(training):
+                    done[plan.name] = training.result()
         if first:
             figure = plot.plot_runs([folder], folder / "loss.png")
+            results = [done[plan.name] for plan in plans]
             report.table(results, figure, time.perf_counter() - begin)
 
 

@@ -58,37 +58,25 @@ def signals() -> Generator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-def train(
-    setup: Setup,
-    plan: optim.Plan,
-    report: Report,
-    folder: Path,
-    received: Callable[[], int],
-) -> dict[str, Any]:
-    """Train with one optimizer, from its newest checkpoint or from the start.
+class Training:
+    """One optimizer, from its newest checkpoint or the start to the last step.
 
-    `received` gives the number of a signal that asks to end, or 0. Returns the record
-    of the result.
+    `received` gives the number of a signal that asks to end, or 0.
     """
-    training = _Training(setup, plan, report, folder, received)
-    with contextlib.closing(training.store):
-        return training.result()
 
-
-class _Training:
     def __init__(
         self,
         setup: Setup,
         plan: optim.Plan,
         report: Report,
         folder: Path,
-        received: Any,
+        received: Callable[[], int],
     ):
         self._setup, self._plan, self._name = setup, plan, plan.name
         self._report, self._received = report, received
         self._run, self._save_options = setup.config.run, setup.config.save
         place, self._folder = folder / CHECKPOINT_FOLDER / plan.name, folder
-        self.store = checkpoint.Store(place, self._save_options.keep)
+        self._store = checkpoint.Store(place, self._save_options.keep)
         self._tokens = self._run.batch_size * setup.config.model.seq_len
         self._flops = sizes(setup.config.model, setup.params).flops_per_token
         self._peak = peak_flops(setup.mesh.size)
@@ -101,9 +89,9 @@ class _Training:
         self._begin = self._saved_at = time.perf_counter()
 
     def result(self) -> dict[str, Any]:
-        """Train; the result is that of the last step."""
+        """Train; the record of the result."""
         run = self._run
-        self._report.begin(self._name, (self.store.steps() or [0])[-1])
+        self._report.begin(self._name, (self._store.steps() or [0])[-1])
         abstract, compiled = self._compile()
         self._state = self._start(abstract)
         compile_seconds, first = time.perf_counter() - self._begin, self._mark[0]
@@ -117,7 +105,7 @@ class _Training:
             raise
         if first == run.steps:
             self._evaluate(first)
-        self.store.wait()
+        self._store.wait()
         tokens_per_second = run.steps * self._tokens / max(self._seconds, 1e-9)
         result = (
             {"optimizer": self._name}
@@ -136,6 +124,10 @@ class _Training:
         )
         self._report.record("result", **result)
         return result
+
+    def close(self) -> None:
+        """Wait for the checkpoint under way."""
+        self._store.close()
 
     def _compile(self) -> tuple[steps.TrainState, Any]:
         """The abstract state, and the step compiled for it."""
@@ -167,7 +159,7 @@ class _Training:
 
     def _start(self, abstract: steps.TrainState) -> steps.TrainState:
         """The state to go on from; records of steps after it are dropped."""
-        state, notes = self.store.restore(abstract)
+        state, notes = self._store.restore(abstract)
         state = state or self._first_state(abstract)
         name, first = self._name, int(state.step)
         # A run killed between its last step and its result evaluates once more.
@@ -180,8 +172,8 @@ class _Training:
 
         records = [r for r in self._report.rewind(keep) if r.get("optimizer") == name]
         if self._save_options.keep_best:
-            best = checkpoint.best_step(self._folder, name, self.store.steps())
-            self._best_loss, self.store.best_step = best
+            best = checkpoint.best_step(self._folder, name, self._store.steps())
+            self._best_loss, self._store.best_step = best
         times = (r["seconds"] for r in records if r["kind"] == "train")
         self._seconds = max(times, default=0.0)
         self._mark = (first, self._seconds)
@@ -208,8 +200,8 @@ class _Training:
                 if last or late or regular or self._due:
                     self._save(last=last)
                 if asked and number < run.steps:
-                    self.store.wait()
-                    saved = (self.store.steps() or [0])[-1]
+                    self._store.wait()
+                    saved = (self._store.steps() or [0])[-1]
                     said = f"saved at step {saved} of {self._name}; --resume goes on"
                     signal_name = signal.Signals(asked).name
                     raise Interrupted(asked, f"{signal_name}: {said} from there")
@@ -277,7 +269,7 @@ class _Training:
             self._report.record("sample", optimizer=name, step=number, text=text)
             self._report.say(f"{name}: {text!r}")
         if self._save_options.keep_best and self._val_loss < self._best_loss:
-            self._best_loss, self.store.best_step = self._val_loss, number
+            self._best_loss, self._store.best_step = self._val_loss, number
             self._save(last=False)
         self._since = time.perf_counter()
 
@@ -292,9 +284,9 @@ class _Training:
         """Save the newest state if it is good; where to go back to."""
         if self._sound():  # steps that were skipped have left it as it was
             self._report.sync()
-            self.store.save(self._state)
-            self.store.wait()
-        kept = self.store.steps()
+            self._store.save(self._state)
+            self._store.wait()
+        kept = self._store.steps()
         return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
 
     def _save(self, *, last: bool) -> None:
@@ -307,7 +299,7 @@ class _Training:
         self._due = bool(self._first_bad) and not (last and self._sound())
         if not self._due:
             self._report.sync()
-            self.store.save(self._state)
+            self._store.save(self._state)
             self._saved_at = time.perf_counter()
         self._since = time.perf_counter()
 

@@ -44,10 +44,9 @@ def argv(text_path: Path, tiny: list[str]) -> list[str]:
 def finished(
     quick_compilation: None, tmp_path_factory: pytest.TempPathFactory, argv: list[str]
 ) -> Path:
-    """A run of 12 steps on eight devices, with checkpoints of 4, 8 and 12."""
+    """A run of 12 steps on one device, with checkpoints of 4, 8 and 12."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    mesh = ["--mesh", "fsdp=4,tensor=2"]
-    assert main([*argv, "--steps", "12", "--out", str(folder), *mesh]) == 0
+    assert main([*argv, "--steps", "12", "--out", str(folder)]) == 0
     return folder
 
 
@@ -72,7 +71,14 @@ def cut_back(finished: Path, target: Path, *removed: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("fsdp=4", marks=pytest.mark.slow), ""])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "fsdp=2",
+        pytest.param("fsdp=4,tensor=2", marks=pytest.mark.slow),
+        pytest.param("", marks=pytest.mark.slow),  # all eight
+    ],
+)
 def test_another_mesh_goes_on_with_the_same_losses(
     mesh: str, finished: Path, argv: list[str], tmp_path: Path
 ) -> None:
@@ -111,15 +117,21 @@ def damage(path: Path, kind: str) -> None:
         largest.unlink()
 
 
-@pytest.mark.parametrize("kind", ["truncated", "flipped", "missing"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "flipped",
+        pytest.param("truncated", marks=pytest.mark.slow),
+        pytest.param("missing", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_is_skipped_and_set_aside(
     kind: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = cut_back(finished, tmp_path / "run")
     damage(folder / "checkpoints" / "muon2" / "12", kind)
     # The run had finished: only a longer one reads its checkpoints again.
-    argv = ["--resume", "--out", str(folder), "--mesh", "fsdp=4,tensor=2"]
-    assert main([*argv, "--steps", "13"]) == 0
+    assert main(["--resume", "--out", str(folder), "--steps", "13"]) == 0
     assert "checkpoint of step 12 skipped" in capsys.readouterr().out
     assert (folder / "damaged" / "muon2-12").is_dir()
     assert steps(folder) == ["12", "13", "8"] or steps(folder) == ["13", "4", "8"]

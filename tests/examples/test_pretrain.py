@@ -245,6 +245,7 @@ def test_accumulation_and_chunks_and_a_mesh_change_nothing(
     assert whole[3]["loss"] < whole[0]["loss"] - 0.02
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_with_everything_on(
     text_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,6 +333,7 @@ def test_runs_of_other_tokenizers_are_drawn_in_bits_per_byte(
         assert labels[0].startswith(unit) and labels[2] == "nats per token"
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(
     full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -400,7 +402,7 @@ def test_full_memory_is_one_line_of_advice(
     def fails(*_: Any) -> None:
         raise full
 
-    monkeypatch.setattr(training, "train", fails)
+    monkeypatch.setattr(training, "Training", fails)
     argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
     assert main([*argv, "--optimizer", "adamw", "--steps", "2"]) == 1
     err = capsys.readouterr().err
