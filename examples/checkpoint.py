@@ -6,7 +6,6 @@ read; training then takes the one before it.
 """
 
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -227,9 +226,9 @@ class Store:
             place = self._folder.parent.parent / "damaged"
             place.mkdir(exist_ok=True)
             for step in steps:
-                name = f"{self._folder.name}-{step}"
-                names = (name, *(f"{name}-{number}" for number in itertools.count(2)))
-                target = next(t for n in names if not (t := place / n).exists())
+                name, number = f"{self._folder.name}-{step}", 1
+                while (target := place / f"{name}-{number}").exists():
+                    number += 1
                 (self._folder / str(step)).rename(target)
         if steps:
             self._manager.reload()

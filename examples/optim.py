@@ -19,7 +19,8 @@ from muon2_optax.optimizers import NS_STEPS
 # Peak learning rates for the tiny models, each the best of a sweep over the same grid
 # of factors (benchmarks/results/trainer_default_sweep.jsonl); 0.03 on the hyperball is
 # also the best at 60M parameters (docs/results.md).
-LEARNING_RATES = {"adamw": 4e-3, "muon_h": 0.03, "muon2_h": 0.03, "muon2_f_h": 0.03}
+LEARNING_RATES = {"adamw": 0.0028, "muon": 0.04, "muon2": 0.056, "muon2_f": 0.056}
+LEARNING_RATES |= {"muon_h": 0.03, "muon2_h": 0.03, "muon2_f_h": 0.03}
 FALLBACK_LEARNING_RATE = 0.04
 # Embeddings, head and norms are trained by AdamW in the Muon family as well, at the
 # rate that is best for AdamW alone and with its other numbers.
