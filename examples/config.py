@@ -100,6 +100,10 @@ class ModelConfig(Options):
     def architecture(self) -> Architecture:
         return PRESETS[self.model]["architecture"]
 
+    @property
+    def is_tiny(self) -> bool:
+        return self.model.endswith("_tiny")
+
     def without_drops(self) -> "ModelConfig":
         """The same model with a place in every expert for every token.
 
@@ -240,8 +244,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.optim.optimizer is None:
-            tiny = self.model.model.endswith("_tiny")
-            names = COMPARED if tiny else RECOMMENDED
+            names = COMPARED if self.model.is_tiny else RECOMMENDED
             optim = dataclasses.replace(self.optim, optimizer=names)
             object.__setattr__(self, "optim", optim)
 

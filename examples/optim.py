@@ -16,15 +16,15 @@ from examples.config import OptimConfig
 from examples.options import UserError, check, flag
 from muon2_optax.optimizers import NS_STEPS
 
-# Peak learning rates for the tiny models, each the best of a sweep over the same grid
-# of factors (benchmarks/results/trainer_default_sweep.jsonl); 0.03 on the hyperball is
-# also the best at 60M parameters (docs/results.md).
-LEARNING_RATES = {"adamw": 0.0028, "muon": 0.04, "muon2": 0.056, "muon2_f": 0.056}
-LEARNING_RATES |= {"muon_h": 0.03, "muon2_h": 0.03, "muon2_f_h": 0.03}
-FALLBACK_LEARNING_RATE = 0.04
-# Embeddings, head and norms are trained by AdamW in the Muon family as well, at the
-# rate that is best for AdamW alone and with its other numbers.
-ADAM = {"learning_rate": LEARNING_RATES["adamw"], "b1": 0.9, "b2": 0.95, "eps": 1e-8}
+# Peak learning rates of the tiny models, each the best of a sweep over the same grid of
+# factors (benchmarks/results/trainer_default_sweep.jsonl), and of others: the best of
+# the recommended recipe at 60M parameters (docs/results.md).
+TINY_RATES = {"adamw": 0.0028, "muon": 0.04, "muon2": 0.056, "muon2_f": 0.056}
+TINY_RATES |= {"muon2_f_h": 0.06}
+RATES = {"adamw": 0.002}
+# Embeddings, head and norms are trained by AdamW in the Muon family as well, at its
+# rate and with its other numbers.
+ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
 # Where the trainer differs from the library, whose defaults are what is published: all
 # that have a momentum have Nesterov's, and the recommended recipe the fitted schedule.
 CHOICES: dict[str, dict[str, Any]] = {"muon2_f_h": {"ns_coeffs": "muon2"}}
@@ -61,6 +61,11 @@ def adamw(
     others = make(weight_decay=adam_weight_decay, mask=decayed)
     labels = (rules or m2.MatrixRules()).labels
     return optax.partition({"matrix": matrices, "adam": others}, labels)
+
+
+def default_rate(name: str, tiny: bool) -> float:
+    """The peak learning rate of an optimizer for which none is given."""
+    return TINY_RATES.get(name, 0.04) if tiny else RATES.get(name, 0.03)
 
 
 def factories() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
@@ -114,12 +119,14 @@ def _select(config: OptimConfig) -> list[str]:
     return names
 
 
-def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> Plan:
+def _plan(
+    name: str, config: OptimConfig, steps: int, tiny: bool, given: dict[str, Any]
+) -> Plan:
     factory = factories()[name]
     parameters = inspect.signature(factory).parameters
     shaped = partial(schedule, steps=steps, config=config)
-    peak = config.learning_rate or LEARNING_RATES.get(name, FALLBACK_LEARNING_RATE)
-    adam_peak = config.adam_learning_rate or ADAM["learning_rate"]
+    peak = config.learning_rate or default_rate(name, tiny)
+    adam_peak = config.adam_learning_rate or default_rate("adamw", tiny)
     asked = {key: getattr(config, key) for key in _OVERRIDES}
     chosen = {"nesterov": True, **CHOICES.get(name, {}), "weight_decay_mask": decayed}
     chosen |= {f"adam_{key}": value for key, value in ADAM.items()}
@@ -146,16 +153,17 @@ def plans(
     config: OptimConfig,
     steps: int,
     *,
+    tiny: bool = True,
     rules: m2.MatrixRules | None = None,
     shardings: m2.Shardings | None = None,
 ) -> list[Plan]:
     """The optimizers to compare, in the order of the option, for so many steps.
 
     `rules` say which parameters are matrices, `shardings` where parameters live, for
-    the optimizers that divide their work.
+    the optimizers that divide their work; `tiny` models have other default rates.
     """
     given = {"rules": rules, "shardings": shardings}
-    return [_plan(name, config, steps, given) for name in _select(config)]
+    return [_plan(name, config, steps, tiny, given) for name in _select(config)]
 
 
 def at_schedule_start(opt_state: optax.OptState) -> optax.OptState:

@@ -63,6 +63,9 @@ def test_momentum_is_equal_and_the_recommended_recipe_has_the_fitted_schedule() 
     assert nesterov.pop("adamw") is None and set(nesterov.values()) == {True}
     coefficients = [found["ns_coeffs"] for found in settings.values()]
     assert coefficients == [None, "keller", "keller", "keller", "muon2"]
+    (plan,) = optim.plans(OptimConfig(optimizer="muon2_f_h"), steps=10, tiny=False)
+    assert plan.settings["learning_rate"] == 0.03
+    assert plan.settings["adam_learning_rate"] == 0.002
     asked = OptimConfig(
         optimizer="muon2_f_h", nesterov=False, ns_coeffs="turbo", ns_steps=4
     )
@@ -76,7 +79,7 @@ def test_overrides_reach_the_optimizers_that_have_them() -> None:
     adamw, muon2 = optim.plans(config, steps=10)
     assert [plan.settings["ns_steps"] for plan in (adamw, muon2)] == [None, 4]
     assert adamw.settings["learning_rate"] == muon2.settings["learning_rate"] == 0.5
-    assert muon2.settings["adam_learning_rate"] == optim.ADAM["learning_rate"]
+    assert muon2.settings["adam_learning_rate"] == optim.TINY_RATES["adamw"]
     with pytest.raises(UserError, match="--adam-learning-rate does not apply"):
         optim.plans(OptimConfig(optimizer="adamw", adam_learning_rate=0.1), steps=10)
 

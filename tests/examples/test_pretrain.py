@@ -145,6 +145,7 @@ def test_the_same_command_gives_the_same_losses(
         assert [r["loss"] for r in first] == [r["loss"] for r in again]
 
 
+@pytest.mark.slow
 def test_bpe_and_bfloat16_and_the_default_folder(
     text_path: Path,
     tiny: list[str],
@@ -229,6 +230,7 @@ def test_a_ruined_model_takes_the_place_of_no_good_one(
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 def test_accumulation_and_chunks_and_a_mesh_change_nothing(
     full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
 ) -> None:
