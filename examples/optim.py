@@ -60,7 +60,11 @@ def adamw(
     matrices = make(weight_decay=weight_decay)
     others = make(weight_decay=adam_weight_decay, mask=decayed)
     labels = (rules or m2.MatrixRules()).labels
-    return optax.partition({"matrix": matrices, "adam": others}, labels)
+
+    def groups(params: optax.Params) -> Any:
+        return jax.tree.map("{}_decay".format, labels(params))
+
+    return optax.partition({"matrix_decay": matrices, "adam_decay": others}, groups)
 
 
 def default_rate(name: str, tiny: bool) -> float:
