@@ -139,8 +139,15 @@ def gpt_logits(t: Tensors, ids: np.ndarray, theta: float) -> np.ndarray:
     return norm(x, "transformer.ln_f") @ wte.T
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "gpt"])
+@pytest.mark.parametrize(
+    ("architecture", "scan_layers"),
+    [
+        ("llama", False),
+        ("gpt", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gpt", False, marks=pytest.mark.slow),
+    ],
+)
 def test_another_implementation_computes_the_same_logits(
     architecture: str, scan_layers: bool, tmp_path: Path
 ) -> None:

@@ -241,8 +241,15 @@ def test_matrices_of_blocks_go_to_muon_and_nothing_else(
         assert labels == m2.MatrixRules().labels(params)
 
 
-@pytest.mark.parametrize("vocab_size", [50, 200])  # 200 is filled up to 256
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize(
+    ("chunks", "vocab_size"),  # 200 is filled up to 256
+    [
+        (1, 50),
+        (4, 200),
+        pytest.param(4, 50, marks=SLOW),
+        pytest.param(1, 200, marks=SLOW),
+    ],
+)
 def test_the_loss_without_logits_equals_that_with_logits(
     vocab_size: int, chunks: int
 ) -> None:
@@ -326,7 +333,10 @@ def test_cached_keys_and_values_change_nothing(
         assert_close(jnp.concatenate(parts, axis=1), whole)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", pytest.param("gpt", marks=SLOW), pytest.param("moe", marks=SLOW)],
+)
 def test_a_new_model_knows_nothing_and_learns(architecture: str) -> None:
     config = small(architecture, scan_layers=architecture == "moe")
     graphdef, state = nnx.split(Decoder(config, VOCAB, rngs=nnx.Rngs(0)), nnx.Param)
