@@ -20,7 +20,7 @@ from muon2_optax.optimizers import NS_STEPS
 # factors (benchmarks/results/trainer_default_sweep.jsonl), and of others: the best of
 # the recommended recipe at 60M parameters (docs/results.md).
 TINY_RATES = {"adamw": 0.0028, "muon": 0.04, "muon2": 0.056, "muon2_f": 0.056}
-TINY_RATES |= {"muon2_f_h": 0.06}
+TINY_RATES |= {"muon2_f_h": 0.084}
 RATES = {"adamw": 0.002}
 # Embeddings, head and norms are trained by AdamW in the Muon family as well, at its
 # rate and with its other numbers.
