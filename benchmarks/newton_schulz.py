@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from benchmarks import record
 from muon2_optax.execution import on_device
 from muon2_optax.kernels import hopper, newton_schulz, symmetric
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 
 STACKS = [(18, 2048, 5472), (24, 768, 3072), (48, 2048, 2048)]
 PRODUCTS = [(48, 2048, 2048), (18, 2048, 5504), (24, 768, 3072), (96, 768, 768)]
-PLAN = coefficients.resolve("keller", 3)
+PLAN = plans.resolve("keller", 3)
 
 
 def einsum(x: jax.Array) -> jax.Array:
@@ -30,7 +30,7 @@ def einsum(x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y / jnp.sqrt(jnp.sum(y * y, axis=(-2, -1), keepdims=True))
     y = y.astype(jnp.bfloat16)
-    for a, b, c in PLAN.rows:
+    for a, b, c in PLAN.triples:
         gram = jnp.einsum("lij,lkj->lik", y, y)
         poly = b * gram + c * jnp.einsum("lij,ljk->lik", gram, gram)
         y = a * y + jnp.einsum("lij,ljk->lik", poly, y)
@@ -46,7 +46,7 @@ def exact(x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y / jnp.sqrt(jnp.sum(y * y, axis=(-2, -1), keepdims=True))
     with jax.default_matmul_precision("highest"):
-        for a, b, c in PLAN.rows:
+        for a, b, c in PLAN.triples:
             gram = y @ jnp.swapaxes(y, -1, -2)
             y = a * y + (b * gram + c * (gram @ gram)) @ y
     return y

@@ -52,6 +52,11 @@ SECTIONS = {
     "Evidence": ["results", "performance", "conformance"],
     "Reference": ["design", "changes", "contributing"],
 }
+# The notebooks in the order in which to read them; one that is not named comes last.
+NOTEBOOKS = [
+    *("quickstart", "rules", "small_llama", "why_preconditioning_helps"),
+    *("compose_a_variant", "lora", "sharding"),
+]
 
 
 def _source_link() -> dict[str, str]:
@@ -73,14 +78,17 @@ def _prepare() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "notebooks").mkdir(parents=True)
     for path in _notebooks():
-        shutil.copy(path, folder / "notebooks")
+        # Links to pages, which in the repository lie in docs/ and here two folders up.
+        page = path.read_text().replace("](../docs/", "](../../")
+        (folder / "notebooks" / path.name).write_text(page)
     (folder / "api.md").write_text(api_reference.page())
     (folder / "result.md").write_text(_first_paragraph(DOCS / "results.md"))
     listed = {page for pages in SECTIONS.values() for page in pages}
     others = [p.stem for p in sorted(DOCS.glob("*.md")) if p.stem not in listed]
     notebooks = [f"_generated/notebooks/{p.stem}" for p in _notebooks()]
     listings = [
-        _toctree("Start", [*notebooks[:1], *SECTIONS["Start"], *notebooks[1:]]),
+        _toctree("Start", SECTIONS["Start"]),
+        _toctree("Notebooks", notebooks),
         _toctree("Guide", [*SECTIONS["Guide"], *(p for p in others if p != "index")]),
         _toctree("Evidence", SECTIONS["Evidence"]),
         _toctree("Reference", ["_generated/api", *SECTIONS["Reference"]]),
@@ -89,9 +97,10 @@ def _prepare() -> None:
 
 
 def _notebooks() -> list[pathlib.Path]:
-    """All of them, the quickstart first."""
-    found = (ROOT / "notebooks").glob("*.ipynb")
-    return sorted(found, key=lambda path: ("quickstart" not in path.stem, path.stem))
+    """All of them, in the order above."""
+    place = {name: i for i, name in enumerate(NOTEBOOKS)}
+    found = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    return sorted(found, key=lambda path: place.get(path.stem, len(place)))
 
 
 def _toctree(caption: str, pages: list[str]) -> str:

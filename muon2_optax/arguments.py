@@ -1,7 +1,14 @@
-"""Arguments are checked by their names, where transforms and optimizers are made.
+"""Checks arguments by their names, where transforms and optimizers are made.
 
 Numbers that are known are checked then. Of JAX's arrays, which may be traced or
 injected as hyperparameters, only the shape is known; schedules pass.
+
+Some arguments decide which program is traced: step counts, sizes, dtypes, masks. But
+``optax.inject_hyperparams`` makes an array of every number, and of what every callable
+returns for the step, among the arguments of a factory, its defaults included, and a
+jitted step gets these arrays traced. A step count that arrives so can no longer be
+checked, and would need a slower program that works for any. So such numbers have None
+as their default, which Optax leaves alone, and traced ones are refused.
 """
 
 import functools
@@ -10,13 +17,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, get_args
 
+import jax
 import numpy as np
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of moving averages.
-DECAY_RATES = ("b1", "b2", "adam_b1", "adam_b2", "decay")
+# Decay rates of moving averages.
+DECAY_RATES = ("b1", "b2", "shampoo_beta", "adam_b1", "adam_b2", "decay")
 NOT_NEGATIVE = ("eps", "eps_root", "adam_eps", "adam_eps_root", "rms")
 # Numbers or schedules of them.
 SCHEDULED = (
@@ -28,8 +36,26 @@ SCHEDULED = (
 )
 CHECKED = (*DECAY_RATES, *NOT_NEGATIVE, *SCHEDULED, "dampening", "period")
 TRANSFORMATIONS = ("tx", "inner", "seldom", "often")
-# What to give in place of another library's argument. Each begins with the argument's
-# name, and is said by the functions that have this argument.
+# Arguments that decide which program is traced, in the order in which errors name them.
+STATIC = (
+    "rank_fraction",
+    "seed",
+    "group_size",
+    "precondition_frequency",
+    "max_precond_dim",
+    "ns_steps",
+    "ns_coeffs",
+    "ns_dtype",
+    "mu_dtype",
+    "nu_dtype",
+    "weight_decay_mask",
+    "mask",
+)
+# These are never arrays, except under inject_hyperparams, which calls dtypes and
+# functions with the step.
+NEVER_ARRAYS = ("dtype", "mask")
+# What to give in place of another library's argument. Each text begins with the name of
+# an argument, and only functions that have this argument say it.
 OTHER_NAMES = {
     "beta": ("b1",),
     "beta1": ("b1",),
@@ -58,12 +84,19 @@ _SECOND = (
 )
 
 
-def check_arguments(factory: Callable[P, R]) -> Callable[P, R]:
-    """``factory``, its arguments checked before it is called.
+def check_arguments(
+    factory: Callable[P, R], ns_steps: int | None = None
+) -> Callable[P, R]:
+    """Checks the arguments of ``factory`` before it is called.
+
+    Args:
+      factory: a function that makes a transform or an optimizer.
+      ns_steps: what it gets where its keyword argument ``ns_steps`` is None.
 
     Raises:
-      TypeError: an argument under the name that another library gives it, or what is
-        no number: of another type, or an array of several.
+      TypeError: an argument under the name that another library gives it; what is no
+        number: of another type, or an array of several; or what must be known while
+        tracing, and is not.
       ValueError: a decay rate outside of [0, 1), a negative eps, or None for a number.
     """
     parameters = inspect.signature(factory).parameters
@@ -77,8 +110,12 @@ def check_arguments(factory: Callable[P, R]) -> Callable[P, R]:
                     f"{factory.__name__} has no argument {name!r}: give"
                     f" {' and '.join(here)}"
                 )
-        for name, value in [*zip(parameters, args), *kwargs.items()]:
+        given = dict(zip(parameters, args)) | kwargs
+        for name, value in given.items():
             check(name, value, optional=_is_optional(parameters.get(name)))
+        check_static(**{name: given[name] for name in STATIC if name in given})
+        if ns_steps is not None and given.get("ns_steps") is None:
+            kwargs["ns_steps"] = ns_steps
         return factory(*args, **kwargs)
 
     return call
@@ -114,6 +151,35 @@ def check(name: str, value: Any, optional: bool = False) -> None:
         raise ValueError(f"{name} must lie in [0, 1), got {value}")
     if name in NOT_NEGATIVE and not value >= 0:
         raise ValueError(f"{name} must be 0 or more, got {value}")
+
+
+def check_static(**arguments: Any) -> None:
+    """Refuses arguments that are traced, all of them in one sentence.
+
+    A mask that is one bool is what a function of the parameters gives for a step: taken
+    as it is, it would put weight decay on all parameters, or on none.
+
+    Raises:
+      TypeError: it says which ``static_args`` Optax has to be given.
+    """
+    for name, x in arguments.items():
+        if name.endswith("mask") and isinstance(x, bool):
+            raise TypeError(
+                f"{name} is {x}, not a tree of bools or a function; under"
+                f" optax.inject_hyperparams, which calls functions with the step, pass"
+                f" static_args=({name!r},)"
+            )
+    arrays = {n: x for n, x in arguments.items() if isinstance(x, jax.Array)}
+    if any(
+        isinstance(x, jax.core.Tracer) or n.endswith(NEVER_ARRAYS)
+        for n, x in arrays.items()
+    ):
+        names = tuple(arrays)
+        raise TypeError(
+            f"{' and '.join(names)} must be known while tracing, but arrived as"
+            f" {'an array' if len(names) == 1 else 'arrays'}; under"
+            f" optax.inject_hyperparams pass static_args={names!r}"
+        )
 
 
 def _is_number(value: Any) -> bool:

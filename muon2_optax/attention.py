@@ -93,7 +93,7 @@ def qk_clip(
     named = [(n, x) for n, x in trees.named_leaves(params) if not trees.is_empty(x)]
     factors: dict[str, jax.Array] = {}
     for layer, logits in max_logits.items():
-        shrink = _shrink(layer, logits, tau)
+        shrink = _head_factors(layer, logits, tau)
         kernels = {
             part: _kernels(layer, pattern, named, rules)
             for part, pattern in (("q", query), ("k", key), ("qkv", fused))
@@ -113,34 +113,34 @@ def qk_clip(
                 " or query=..., key=... or fused=... for its names"
             )
 
-    ins = {n: a.ins for n, a in _resolved(named, rules) if n in factors}
+    ins = {n: a.ins for n, a in _resolve_matrices(named, rules) if n in factors}
 
     def leaf(name: str, x: jax.Array) -> tuple[jax.Array]:
         if name in factors:
-            return (_times(factors[name], x),)
+            return (_multiply(factors[name], x),)
         kernel = next((n for n in factors if _is_bias_of(name, n)), None)
         if kernel is None:
             return (x,)
-        return (_times(jnp.squeeze(factors[kernel], ins[kernel]), x),)
+        return (_multiply(jnp.squeeze(factors[kernel], ins[kernel]), x),)
 
     return trees.map_leaves(leaf, params)[0]
 
 
-def _shrink(layer: str, logits: Any, tau: Any) -> jax.Array:
+def _head_factors(layer: str, logits: Any, tau: Any) -> jax.Array:
     """What heads' queries and keys are multiplied by; 1 where logits are not finite."""
     logits = jnp.asarray(logits)
     if 0 in logits.shape or not logits.ndim:
         raise ValueError(
             f"the logits of {layer!r} have shape {logits.shape}, not (*batch, heads)"
         )
-    logits = logits.astype(dtypes.compute_dtype(logits.dtype))
+    logits = dtypes.widen(logits)
     # Divided over the devices, heads could not be grouped.
-    logits = sharding.replicated(logits)
+    logits = sharding.replicate(logits)
     above = (logits > tau) & jnp.isfinite(logits)
     return jnp.where(above, jnp.sqrt(tau / jnp.where(above, logits, 1)), 1)
 
 
-def _resolved(
+def _resolve_matrices(
     named: list[tuple[str, Any]], rules: MatrixRules
 ) -> list[tuple[str, ResolvedAxes]]:
     """The leaves that are matrices."""
@@ -155,7 +155,7 @@ def _kernels(
     start = f"{layer}/" if layer else ""
     inside = [(n, x) for n, x in named if n.startswith(start)]
     matching = [(n, x) for n, x in inside if re.search(pattern, n[len(start) :])]
-    return _resolved(matching, rules)
+    return _resolve_matrices(matching, rules)
 
 
 def _of_pair(
@@ -168,9 +168,9 @@ def _of_pair(
     elif len(k_axes.outs) > 1:
         groups = k_axes.shape[k_axes.outs[0]]
     else:
-        per_head = _divided(q, size, heads)
-        groups = _divided(k, k_axes.shape[k_axes.outs[0]], per_head, "head size")
-    shared = _grouped(k, shrink, groups)
+        per_head = _divide_evenly(q, size, heads)
+        groups = _divide_evenly(k, k_axes.shape[k_axes.outs[0]], per_head, "head size")
+    shared = _take_least_of_groups(k, shrink, groups)
     queries = jnp.repeat(shared, heads // groups, axis=-1)
     return _to_kernel(q, q_axes, queries), _to_kernel(k, k_axes, shared)
 
@@ -188,22 +188,24 @@ def _of_fused(name: str, axes: ResolvedAxes, shrink: jax.Array) -> jax.Array:
             f"{name!r} of shape {axes.shape} is not q, k and v under its rule: give it"
             " out_splits of three, or an axis of 3 that is a batch axis"
         )
-    per_head = _divided(name, sizes[0], heads)
-    groups = _divided(name, sizes[1], per_head, "head size")
-    shared = _grouped(name, shrink, groups)
+    per_head = _divide_evenly(name, sizes[0], heads)
+    groups = _divide_evenly(name, sizes[1], per_head, "head size")
+    shared = _take_least_of_groups(name, shrink, groups)
     parts = [
         jnp.repeat(shared, heads // groups * per_head, axis=-1),
         jnp.repeat(shared, per_head, axis=-1),
         jnp.ones((*shrink.shape[:-1], sizes[2]), shrink.dtype),
     ]
     if len(axes.splits) == 3:
-        return _shaped(name, jnp.concatenate(parts, axis=-1), (*batch, out), axes)
-    return _shaped(name, jnp.stack(parts, axis=-2), (*batch, out), axes)
+        return _shape_like_leaf(
+            name, jnp.concatenate(parts, axis=-1), (*batch, out), axes
+        )
+    return _shape_like_leaf(name, jnp.stack(parts, axis=-2), (*batch, out), axes)
 
 
-def _grouped(name: str, shrink: jax.Array, groups: int) -> jax.Array:
+def _take_least_of_groups(name: str, shrink: jax.Array, groups: int) -> jax.Array:
     """The smallest factor of each group of successive heads."""
-    size = _divided(name, shrink.shape[-1], groups, "key heads")
+    size = _divide_evenly(name, shrink.shape[-1], groups, "key heads")
     return jnp.min(shrink.reshape(*shrink.shape[:-1], groups, size), axis=-1)
 
 
@@ -222,15 +224,15 @@ def _heads_are_batch(name: str, axes: ResolvedAxes, shrink: jax.Array) -> bool:
 def _to_kernel(name: str, axes: ResolvedAxes, factors: jax.Array) -> jax.Array:
     """One factor per head, shaped to multiply the kernel."""
     if _heads_are_batch(name, axes, factors):
-        return _shaped(name, factors, axes.batch, axes)
+        return _shape_like_leaf(name, factors, axes.batch, axes)
     heads, out = factors.shape[-1], axes.outs[0]
     if len(axes.outs) == 1:
-        size = _divided(name, axes.shape[out], heads)
+        size = _divide_evenly(name, axes.shape[out], heads)
         factors = jnp.repeat(factors, size, axis=-1)
-    return _shaped(name, factors, (*axes.batch, out), axes)
+    return _shape_like_leaf(name, factors, (*axes.batch, out), axes)
 
 
-def _shaped(
+def _shape_like_leaf(
     name: str, values: jax.Array, dims: tuple[int, ...], axes: ResolvedAxes
 ) -> jax.Array:
     """Values whose axes are these of the leaf, in the leaf's order and rank.
@@ -249,7 +251,7 @@ def _shaped(
     return jnp.expand_dims(jnp.transpose(values, order), rest)
 
 
-def _divided(name: str, size: int, by: int, what: str = "heads") -> int:
+def _divide_evenly(name: str, size: int, by: int, what: str = "heads") -> int:
     if by < 1 or size % by:
         raise ValueError(f"{name!r}: {size} is no multiple of {by} ({what})")
     return size // by
@@ -261,6 +263,6 @@ def _is_bias_of(name: str, kernel: str) -> bool:
     return last in ("bias", "b") and parent == kernel.rpartition("/")[0] != ""
 
 
-def _times(factor: jax.Array, x: jax.Array) -> jax.Array:
-    wide = x.astype(dtypes.compute_dtype(x.dtype))
+def _multiply(factor: jax.Array, x: jax.Array) -> jax.Array:
+    wide = dtypes.widen(x)
     return (factor.astype(wide.real.dtype) * wide).astype(x.dtype)

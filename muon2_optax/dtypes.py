@@ -15,6 +15,11 @@ def compute_dtype(dtype: Any) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """x in the dtype in which it is computed with."""
+    return x.astype(compute_dtype(x.dtype))
+
+
 def real_dtype(dtype: Any) -> jnp.dtype:
     """The dtype of magnitudes: float32 for complex64, float64 for complex128."""
     return jnp.finfo(dtype).dtype
@@ -101,8 +106,8 @@ def round_with_dither(x: jax.Array, dtype: Any, count: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded, x)
 
 
-def stored(x: jax.Array, old: jax.Array) -> jax.Array:
-    """A moving average x in the dtype of its old value, as ``narrow`` does.
+def narrow_average(x: jax.Array, old: jax.Array) -> jax.Array:
+    """Casts a moving average x to the dtype of its old value, as ``narrow`` does.
 
     An average that has become smaller must not be rounded back to its old value, or it
     would never reach zero: 0.95 times 10 of float16's smallest numbers is 9.5 of them,
@@ -125,8 +130,8 @@ def stored(x: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def squared_magnitude(x: jax.Array) -> jax.Array:
-    """|x|^2 as a real array, held below overflow so that sums stay finite."""
+    """|x|^2 as a real array, kept below overflow so that sums stay finite."""
     square = (x * x.conj()).real if jnp.iscomplexobj(x) else x * x
-    # NaN passes through jnp.minimum; only finite values too large to square are
-    # held back. The factor leaves room for sums of the moving average.
+    # NaN passes through jnp.minimum; only values too large to square are held back. The
+    # factor leaves room for the sums of a moving average.
     return jnp.minimum(square, jnp.finfo(square.dtype).max / 4)

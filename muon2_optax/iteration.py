@@ -1,11 +1,13 @@
-"""Newton-Schulz iterations, the mathematics: normalization and steps.
+"""The mathematics of the Newton-Schulz iteration: the normalization and the steps.
 
-Pure functions on stacks (..., m, n). The steps have a standard form and a Gram form.
+Pure functions on stacks (..., m, n). With A = X X^H, a step maps X to
+a X + b A X + c A^2 X, and so every singular value s of X to a s + b s^3 + c s^5.
+Several steps may also run on the Gram matrix A alone, which is small if X is wide.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +17,37 @@ from muon2_optax.schedules.coefficients import (
     AOL,
     Frobenius,
     Normalization,
-    Plan,
     Schatten,
     Spectral,
 )
+from muon2_optax.schedules.plans import Plan
 
-# From this ratio of the sides on, iterating on the small Gram matrix takes fewer
-# operations than iterating on X: (10 K - 10 + 4 r) m^3 against K (4 r + 2) m^3.
+# Matrices whose sides have at least this ratio r are iterated on their Gram matrices:
+# K steps take (10 K - 10 + 4 r) m^3 operations there, against K (4 r + 2) m^3 on X.
 GRAM_ASPECT = 1.5
 # Rounding gives a Gram matrix small negative eigenvalues, and each step multiplies them
-# by a^2. A fresh X X^T is taken before they grow by more than this: three steps of
-# Keller's triple (11.9^2 = 141), two of the steeper schedules.
+# by a^2. Before they have grown by more than this, X X^H is computed anew: after three
+# steps of Keller's triple (11.9^2 = 141), or two of the steeper schedules.
 GRAM_GROWTH = 150.0
 
 
 def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     """Divides each matrix by its norm, for magnitudes from 1e-38 to 1e38 in float32.
 
-    The largest magnitude is divided out first: a square of the result can neither
-    overflow nor, where it matters, underflow.
+    Each matrix is first divided by its largest magnitude, so that the squares of the
+    result neither overflow nor, where it matters, underflow.
 
     Returns:
-      The result, at least float32, and the eps of AOL and Schatten, whose own scaling
-      ``iterate`` does, in the result's units squared, (..., 1, 1).
+      The normalized matrices in float32 or better; and the eps of AOL or Schatten, in
+      units of their squares, (..., 1, 1). These two scale by the Gram matrix, which
+      ``iterate`` computes anyway.
     """
-    x = x.astype(dtypes.compute_dtype(x.dtype))
+    x = dtypes.widen(x)
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    # A zero matrix is divided by infinity, which makes its derivative 0 as well.
+    # A zero matrix is divided by infinity, so that its derivative is 0 as well.
     largest = jnp.where(largest == 0, jnp.inf, largest)
-    # XLA divides by multiplying with the reciprocal, which is flushed to zero for the
-    # largest numbers; a power of two first brings them down exactly.
+    # XLA divides by multiplying with the reciprocal, and flushes that of the largest
+    # numbers to zero. A power of two brings them down first, without rounding.
     down = jnp.where(largest > 1e30, 2.0**-64, 1).astype(largest.dtype)
     x = (x * down) / (largest * down)
     square = dtypes.squared_magnitude(x)
@@ -61,47 +64,53 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
 
 
 def _largest_singular_value(x: jax.Array) -> jax.Array:
-    """Of each matrix, (..., 1, 1)."""
+    """The largest singular value of each matrix, (..., 1, 1)."""
     if x.size == 0:
         return jnp.zeros((*x.shape[:-2], 1, 1), dtypes.real_dtype(x.dtype))
     rows, columns = x.shape[-2:]
     wide = x if rows <= columns else adjoint(x)
-    # Ascending. Squaring costs the small ones digits, not the largest.
+    # They are in ascending order. Squaring costs the small ones digits, not the last.
     squares = jnp.linalg.eigvalsh(product(wide, adjoint(wide)))
     return roots.sqrt(jnp.maximum(squares[..., -1:], 0))[..., None]
 
 
 def frobenius_divisor(norm: jax.Array, how: Frobenius, unit: Any = 1) -> jax.Array:
-    """What matrices of these norms are divided by, both in units of ``unit``.
+    """The number that a matrix of this norm is divided by, both in units of ``unit``.
 
-    0 for a zero matrix under ``Frobenius()``.
+    It is 0 for a zero matrix under ``Frobenius()``.
     """
     return jnp.maximum(how.factor * norm + how.eps / unit, how.floor / unit)
 
 
 def iterate(x: jax.Array, floor: jax.Array, plan: Plan) -> jax.Array:
-    """The steps of ``plan`` on normalized wide matrices (..., m, n), m <= n."""
+    """Runs the steps of ``plan`` on normalized wide matrices (..., m, n), m <= n.
+
+    ``floor`` is what ``normalize`` returns beside x.
+    """
     m, n = x.shape[-2:]
     if x.size == 0:
         return x
     gram = None
     if isinstance(plan.normalization, AOL | Schatten):
-        x, gram = _scaled_by_gram(x, floor, isinstance(plan.normalization, AOL))
+        x, gram = _scale_by_gram(x, floor, isinstance(plan.normalization, AOL))
     if not plan.static:
-        return _dynamic(x, plan)
+        return _loop(x, plan)
     for triples in gram_runs(plan, m, n, x.dtype):
         gram = product(x, adjoint(x)) if gram is None else gram
-        x = _gram(x, gram, triples) if len(triples) > 1 else _step(x, gram, *triples[0])
+        if len(triples) > 1:
+            x = _steps_on_gram(x, gram, triples)
+        else:
+            x = _step(x, gram, *triples[0])
         gram = None
     return x
 
 
-def _scaled_by_gram(
+def _scale_by_gram(
     x: jax.Array, floor: jax.Array, by_row: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """AOL (by row) or Schatten scaling of wide matrices, and the result's Gram matrix.
+    """Scales wide matrices as AOL (``by_row``) or Schatten does, by their Gram matrix.
 
-    ``floor`` is what ``normalize`` returns with x.
+    Returns the result and its own Gram matrix, which serves the first step.
     """
     wide = dtypes.compute_dtype(x.dtype)
     gram = product(x, adjoint(x)).astype(wide)
@@ -117,13 +126,13 @@ def _scaled_by_gram(
 
 
 def gram_runs(plan: Plan, m: int, n: int, dtype: jnp.dtype) -> list[list[Any]]:
-    """The steps' triples, in runs that each start from a fresh Gram matrix X X^H.
+    """Splits the steps into runs, each of which starts from a new Gram matrix X X^H.
 
-    A run of one step is in standard form, a longer one in Gram form.
+    A run of one step is carried out on X, a longer one on the Gram matrix.
     """
-    # bfloat16 keeps 8 bits: accumulating the factor loses more than it saves there.
+    # In bfloat16, of 8 bits, accumulating the factor loses more than it saves.
     wide = n >= GRAM_ASPECT * m and dtype != jnp.bfloat16
-    return _split_runs(plan.rows) if wide else [[triple] for triple in plan.rows]
+    return _split_runs(plan.triples) if wide else [[triple] for triple in plan.triples]
 
 
 def _split_runs(triples: Sequence[Any]) -> list[list[Any]]:
@@ -132,7 +141,7 @@ def _split_runs(triples: Sequence[Any]) -> list[list[Any]]:
     growth = math.inf
     for triple, before in zip(triples, [None, *triples]):
         if before is not None:
-            # Traced coefficients have no known growth: a fresh Gram matrix each step.
+            # The growth by traced coefficients is unknown, so every step is a run.
             known = isinstance(before[0], float)
             growth = growth * before[0] ** 2 if known else math.inf
         if growth > GRAM_GROWTH:
@@ -148,8 +157,8 @@ def _step(x: jax.Array, gram: jax.Array, a: Any, b: Any, c: Any) -> jax.Array:
     return a * x + product(b * gram + c * product(gram, gram), x)
 
 
-def _gram(x: jax.Array, r: jax.Array, triples: Sequence[Any]) -> jax.Array:
-    """The same polynomial, evaluated on the m x m Gram matrix.
+def _steps_on_gram(x: jax.Array, r: jax.Array, triples: Sequence[Any]) -> jax.Array:
+    """Several steps, evaluated on the m x m Gram matrix r.
 
     Step t multiplies X by h_t(R) = a I + Z with Z = b R + c R^2 and R = X X^H. All
     these factors commute, so their product Q is gathered as an m x m matrix while R
@@ -170,9 +179,9 @@ def _gram(x: jax.Array, r: jax.Array, triples: Sequence[Any]) -> jax.Array:
     return alpha * x + product(p, x)
 
 
-def _dynamic(x: jax.Array, plan: Plan) -> jax.Array:
-    """Steps whose number is traced: a loop over the rows of an array."""
-    table = plan.rows
+def _loop(x: jax.Array, plan: Plan) -> jax.Array:
+    """Runs a traced number of steps in a loop over the rows of an array of triples."""
+    table = plan.triples
     last = table.shape[0] - 1
 
     def body(i: jax.Array, x: jax.Array) -> jax.Array:
@@ -183,7 +192,7 @@ def _dynamic(x: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _coefficients(row: Sequence[Any], dtype: jnp.dtype) -> Sequence[Any]:
-    """Traced coefficients in the dtype of the iteration; floats already follow it."""
+    """Casts traced coefficients to the dtype of the iteration, as JAX casts floats."""
     if isinstance(row[0], float):
         return row
     return [jnp.asarray(v, dtypes.real_dtype(dtype)) for v in row]
@@ -196,7 +205,23 @@ def adjoint(x: jax.Array) -> jax.Array:
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Matrix product of stacks, at no less than the operands' precision."""
+    """The matrix product of stacks, at no less than the precision of the operands."""
     # HIGHEST keeps float32 out of TF32 and of single-pass bfloat16; products of 16-bit
     # operands accumulate in float32 on every backend.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def lone_product(
+    a: jax.Array, b: jax.Array, adjoint_of: Literal["a", "b"] | None = None
+) -> jax.Array:
+    """As ``product``, of one's adjoint if so asked, fused with nothing around it.
+
+    XLA for GPUs times dozens of kernels for every product that differs, and what is
+    fused with it makes it differ. Those of equal shapes share the result here.
+    """
+    a, b = jax.lax.optimization_barrier((a, b))
+    a, b = (
+        adjoint(a) if adjoint_of == "a" else a,
+        adjoint(b) if adjoint_of == "b" else b,
+    )
+    return jax.lax.optimization_barrier(product(a, b))

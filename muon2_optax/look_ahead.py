@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from muon2_optax import moments, sharding, trees
+from muon2_optax import averages, sharding, trees
 from muon2_optax.arguments import check_arguments
 
 
@@ -91,7 +91,7 @@ def ema_nesterov(
         def leaf(name: str, u: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
             # x+ - x, of which the part beta m has been taken before.
             taken = u.astype(m.dtype) + state.beta.astype(m.real.dtype) * m
-            mean = moments.average(m, taken, decay)
+            mean = averages.average(m, taken, decay)
             moved = u.astype(m.dtype) + ahead.astype(m.real.dtype) * mean
             return moved.astype(u.dtype), mean
 
@@ -186,5 +186,5 @@ def _is_masked(x: Any) -> bool:
 
 def _step_dtype(p: Any) -> Any:
     """The mean step's: complex for complex, and float32 or better."""
-    real = moments.second_dtype(p)
+    real = averages.second_dtype(p)
     return jnp.promote_types(real, jnp.complex64) if jnp.iscomplexobj(p) else real

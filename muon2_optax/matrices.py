@@ -29,16 +29,33 @@ def require_matrix(rules: MatrixRules, name: str, leaf: Any) -> ResolvedAxes:
     """
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise TypeError(
-            f"{trees.shown(name)} is {leaf.dtype}: matrices must be floating point;"
+            f"{trees.quote(name)} is {leaf.dtype}: matrices must be floating point;"
             " keep it out of the optimizer with optax.masked, or give it the rule None"
         )
     axes = rules.resolve(name, leaf.shape)
     if axes is None:
         raise ValueError(
-            f"{trees.shown(name)} of shape {tuple(leaf.shape)} is not a matrix under "
+            f"{trees.quote(name)} of shape {tuple(leaf.shape)} is not a matrix under "
             "these rules; send it elsewhere with optax.partition({'matrix': ..., "
             "'adam': ...}, rules.labels), or add a rule for it to MatrixRules and pass "
             "rules=... to every transform of the chain"
+        )
+    return axes
+
+
+def require_whole_matrix(
+    rules: MatrixRules, name: str, leaf: Any, what: str
+) -> ResolvedAxes:
+    """As ``require_matrix``, for ``what`` has no form for outputs in blocks.
+
+    Raises:
+      ValueError: the rule splits the outputs.
+    """
+    axes = require_matrix(rules, name, leaf)
+    if len(axes.splits) > 1:
+        raise ValueError(
+            f"{trees.quote(name)}: {what} take whole matrices; remove out_splits from"
+            " its rule, or store the parts as leaves of their own"
         )
     return axes
 

@@ -1,10 +1,9 @@
-"""First and second moments: what stands before the orthogonalization.
+"""First and second moments of the gradients, which precede the orthogonalization.
 
-All arithmetic is in float32 or better whatever the gradients' dtype; the states keep
+All arithmetic is in float32 or better, whatever the dtype of the gradients. States keep
 the dtypes that ``init`` gave them, and updates come back in the gradients' dtype.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import dtypes, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 
@@ -77,13 +76,13 @@ def scale_by_momentum(
         return _corrected_momentum(b1, nesterov, mu_dtype)
 
     def init_fn(params: optax.Params) -> MomentumState:
-        return MomentumState(zeros_like(params, mu_dtype))
+        return MomentumState(averages.zeros_like(params, mu_dtype))
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return _first(g, mu, b1=b1, nesterov=nesterov, dampening=dampening)
+            return _update_first(g, mu, b1=b1, nesterov=nesterov, dampening=dampening)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
         return updates, MomentumState(mu)
@@ -94,25 +93,25 @@ def scale_by_momentum(
 def _corrected_momentum(
     b1: Any, nesterov: bool, mu_dtype: Any
 ) -> optax.GradientTransformation:
-    """``scale_by_momentum`` with bias correction."""
+    """The momentum of ``scale_by_momentum`` with ``bias_correction``."""
 
     def init_fn(params: optax.Params) -> CorrectedMomentumState:
         count = jnp.zeros([], jnp.int32)
-        return CorrectedMomentumState(count, zeros_like(params, mu_dtype))
+        return CorrectedMomentumState(count, averages.zeros_like(params, mu_dtype))
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        now = 1 / (1 - _power(b1, count))
-        after = 1 / (1 - _power(b1, count + 1))
+        now = 1 / (1 - averages._power(b1, count))
+        after = 1 / (1 - averages._power(b1, count + 1))
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            wide = g.astype(dtypes.compute_dtype(g.dtype))
-            m, _ = momentum_step(g, mu, b1, nesterov=False)
+            wide = dtypes.widen(g)
+            m, _ = averages.momentum_step(g, mu, b1, nesterov=False)
             update = now * m
             if nesterov:
                 update = b1 * after * m + (1 - b1) * now * wide
-            return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
+            return dtypes.narrow(update, g.dtype), dtypes.narrow_average(m, mu)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
         return updates, CorrectedMomentumState(count, mu)
@@ -175,21 +174,19 @@ def scale_by_second_moment(
     def init_fn(params: optax.Params) -> SecondMomentState:
         return SecondMomentState(
             count=jnp.zeros([], jnp.int32),
-            mu=zeros_like(params, mu_dtype),
-            nu=jax.tree.map(
-                lambda p: sharding.zeros_like(p, second_dtype(p, nu_dtype)), params
-            ),
+            mu=averages.zeros_like(params, mu_dtype),
+            nu=averages.zero_squares(params, nu_dtype),
         )
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        scales = corrections(b1, b2, count, nesterov, bias_correction)
+        scales = averages.corrections(b1, b2, count, nesterov, bias_correction)
 
         def leaf(
             name: str, g: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
-            return _first_and_second(
+            return _update_both(
                 g,
                 mu,
                 nu,
@@ -208,16 +205,16 @@ def scale_by_second_moment(
 
 
 @tracing.once
-def _first(
+def _update_first(
     g: jax.Array, mu: jax.Array, *, b1: Any, nesterov: bool, dampening: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The update of a leaf and its new momentum."""
-    m, numerator = momentum_step(g, mu, b1, nesterov, dampening)
-    return dtypes.narrow(numerator, g.dtype), dtypes.stored(m, mu)
+    """Returns the update of a leaf and its new momentum."""
+    m, numerator = averages.momentum_step(g, mu, b1, nesterov, dampening)
+    return dtypes.narrow(numerator, g.dtype), dtypes.narrow_average(m, mu)
 
 
 @tracing.once
-def _first_and_second(
+def _update_both(
     g: jax.Array,
     mu: jax.Array,
     nu: jax.Array,
@@ -229,97 +226,19 @@ def _first_and_second(
     eps_root: Any,
     nesterov: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The update of a leaf and its new moments."""
-    m, numerator = momentum_step(g, mu, b1, nesterov)
-    v = average(nu, square(g), b2)
-    v_hat = scaled(v, scales[1])
+    """Returns the update of a leaf and its two new moments.
+
+    ``scales`` are the factors of ``averages.corrections``.
+    """
+    m, numerator = averages.momentum_step(g, mu, b1, nesterov)
+    v = averages.average(nu, averages.square(g), b2)
+    v_hat = averages.scale(v, scales[1])
     root = roots.sqrt(v_hat if eps_root is None else v_hat + eps_root)
-    update = roots.divide(scaled(numerator, scales[0]), divisor(root, eps))
+    update = roots.divide(
+        averages.scale(numerator, scales[0]), averages.divisor(root, eps)
+    )
     return (
         dtypes.narrow(update, g.dtype),
-        dtypes.stored(m, mu),
-        dtypes.stored(v, nu),
+        dtypes.narrow_average(m, mu),
+        dtypes.narrow_average(v, nu),
     )
-
-
-def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
-    """Zeros like the parameters; dtype None: in theirs.
-
-    A complex leaf takes a complex dtype only, and ignores a real one.
-
-    Raises:
-      TypeError: a complex dtype for a leaf that is real, or a leaf that is no array.
-    """
-    trees.require_arrays(params)
-    given = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-
-    def leaf(path: Any, p: Any) -> jax.Array:
-        needed = jnp.iscomplexobj(p)
-        if given and not needed:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise TypeError(
-                f"mu_dtype={dtype.name} is complex, but {trees.shown(name)} is real;"
-                " give a real mu_dtype, which complex parameters do not follow"
-            )
-        if not jnp.issubdtype(
-            jnp.result_type(p), jnp.inexact
-        ):  # averages are not whole
-            return sharding.zeros_like(p, dtype or jnp.float32)
-        return sharding.zeros_like(p, dtype if given == needed else None)
-
-    return jax.tree_util.tree_map_with_path(leaf, params)
-
-
-def second_dtype(p: Any, dtype: Any = None) -> jnp.dtype:
-    """What V is stored in: real, and float32 or better unless asked otherwise."""
-    return dtype or dtypes.real_dtype(dtypes.compute_dtype(jnp.result_type(p)))
-
-
-def momentum_step(
-    g: jax.Array, mu: jax.Array, b1: Any, nesterov: bool, dampening: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """The new momentum, and what stands in the numerator of the update."""
-    g = g.astype(dtypes.compute_dtype(g.dtype))
-    share = (1 - (b1 if dampening is None else dampening)) * g
-    m = b1 * mu.astype(g.dtype) + share
-    return m, b1 * m + share if nesterov else m
-
-
-def average(old: jax.Array, new: jax.Array, decay: Any) -> jax.Array:
-    """decay * old + (1 - decay) * new, in the dtype of new."""
-    return decay * old.astype(new.dtype) + (1 - decay) * new
-
-
-def square(g: jax.Array) -> jax.Array:
-    """|g|^2 in float32 or better."""
-    return dtypes.squared_magnitude(g.astype(dtypes.compute_dtype(g.dtype)))
-
-
-def divisor(root: jax.Array, eps: Any) -> jax.Array:
-    """sqrt(V) + eps, positive also where the squares have underflowed to V = 0."""
-    numbers = jnp.finfo(root.dtype)
-    floor = numbers.tiny**0.5
-    if type(eps) is float and eps > 4 * floor / numbers.eps:
-        # The floor is less than half of the sum's last place.
-        return root + eps
-    return jnp.maximum(root, floor) + eps
-
-
-def corrections(
-    b1: Any, b2: Any, count: jax.Array, nesterov: bool, bias_correction: bool
-) -> tuple[Any, Any]:
-    """Factors of the numerator and of V; None without bias correction."""
-    if not bias_correction:
-        return None, None
-    return 1 / (1 - _power(b1, count + nesterov)), 1 / (1 - _power(b2, count))
-
-
-@functools.partial(jax.jit, inline=True)
-def _power(base: Any, count: jax.Array) -> jax.Array:
-    """Compiled once: outside of ``jax.jit``, JAX compiles a power for every count."""
-    return base**count
-
-
-def scaled(x: jax.Array, factor: Any) -> jax.Array:
-    """Times a factor, or as it is where that is None."""
-    return x if factor is None else factor * x

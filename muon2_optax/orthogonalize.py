@@ -7,14 +7,14 @@ import optax
 from jax.typing import DTypeLike
 
 from muon2_optax import dtypes
+from muon2_optax.arguments import check_static
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.rules import MatrixRules
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 from muon2_optax.schedules.coefficients import NSCoeffs
-from muon2_optax.sharding import Shardings, checked
-from muon2_optax.static_arguments import check_static
+from muon2_optax.sharding import Shardings, check_shardings
 
 
 def newton_schulz(
@@ -31,9 +31,9 @@ def newton_schulz(
         a matrix of its own. A zero matrix gives exactly zero. A matrix with a
         non-finite entry gives NaN and leaves the others of the stack alone.
       ns_steps: iterations K; 0 only normalizes. May be traced, at the price of a loop
-        without the kernels; see ``coefficients.resolve``.
+        without the kernels; see ``plans.resolve``.
       ns_coeffs: name of a schedule, a ``Schedule``, a triple or a (K, 3) table; see
-        ``coefficients.resolve``.
+        ``plans.resolve``.
       ns_dtype: dtype of the iteration's products. None: float16 on GPU, bfloat16 on
         TPU, float32 on CPU, by the platform that the program is compiled for; float64
         and complex inputs keep their own precision. The norm is taken in float32 or
@@ -52,7 +52,7 @@ def newton_schulz(
     """
     if x.ndim < 2:
         raise ValueError(f"newton_schulz needs (..., m, n), got shape {x.shape}")
-    plan = coefficients.resolve(ns_coeffs, ns_steps)
+    plan = plans.resolve(ns_coeffs, ns_steps)
     axes = MatrixAxes(-2, -1).resolve(x.shape)
     return dispatch.orthogonalize_leaves(["x"], [x], [axes], plan, ns_dtype, None)[0]
 
@@ -96,8 +96,8 @@ def newton_schulz_orthogonalize(
     check_static(ns_steps=ns_steps, ns_dtype=ns_dtype)
     dtypes.canonical("ns_dtype", ns_dtype)
     ns_steps = 3 if ns_steps is None else ns_steps
-    rules, shardings = rules_or_default(rules), checked(shardings)
-    plan = coefficients.resolve(ns_coeffs, ns_steps)
+    rules, shardings = rules_or_default(rules), check_shardings(shardings)
+    plan = plans.resolve(ns_coeffs, ns_steps)
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params

@@ -23,8 +23,8 @@ def _under(modules: str, leaf: str) -> str:
 # of ten models (llama2, deepseek2, 3 and 4, gemma3, three of qwen3, mixtral, gpt-oss).
 MAXTEXT: Pairs = (
     (
-        r"(^|/)(scale|embedding|logits_dense|(post|pre|res)_beta|hc_base|sinks|tid2eid|"
-        r"A_log|conv1d|shared_expert_gate)(/|$)|(^|/)(?!position_bias(/|$))\w*bias(/|$)",
+        r"scale|embedding|logits_dense|(post|pre|res)_beta|hc_base|sinks|tid2eid|A_log|"
+        r"conv1d|shared_expert_gate|(^|/)(?!position_bias(/|$))\w*bias(/|$)",
         None,
     ),
     (
@@ -42,7 +42,11 @@ MAXTEXT: Pairs = (
         ),
         MatrixAxes(0, (-2, -1)),
     ),
-    (r"(^|/)(self_attention|GptOssAttention)/out(/|$)", MatrixAxes((0, -2), -1)),
+    # Heads that are kept apart. Qwen3-Next, attention/attention/out, flattens them.
+    (
+        r"(^|/)(self_attention|GptOssAttention|(?<!attention/)attention)/out(/|$)",
+        MatrixAxes((0, -2), -1),
+    ),
     (r"", MatrixAxes(0, -1)),
 )
 

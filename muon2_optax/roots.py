@@ -50,3 +50,8 @@ def _divide_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     ratio = divide(*primals)
     return ratio, (tangents[0] - ratio * tangents[1]) / primals[1]
+
+
+def replace_zero(x: jax.Array) -> jax.Array:
+    """x with 1 in place of 0, to divide by: what is 0 as well stays 0."""
+    return jnp.where(x == 0, 1, x)

@@ -5,11 +5,8 @@ tracing. They hold no arrays and no tree, so the same object serves ``init`` and
 ``update``, masked and abstract trees, and every wrapper of the parameters.
 """
 
-import collections
 import dataclasses
 import functools
-import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,15 +15,15 @@ import optax
 
 from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
-from muon2_optax.routing import doubts, names, report
-from muon2_optax.routing.binding import IN_OUT, RANK_2, rules_of_tree
+from muon2_optax.routing import doubts, report
+from muon2_optax.routing.binding import rules_of_tree
 from muon2_optax.routing.dimension_numbers import patterns_from
-from muon2_optax.routing.kinds import kind_of
 from muon2_optax.routing.leaves import ADAM as ADAM
 from muon2_optax.routing.leaves import MATRIX as MATRIX
-from muon2_optax.routing.leaves import UNCOVERED, Verdict
 from muon2_optax.routing.leaves import LeafRule as LeafRule
-from muon2_optax.routing.patterns import Patterns
+from muon2_optax.routing.leaves import Verdict
+from muon2_optax.routing.patterns import Pattern, Patterns, check_patterns
+from muon2_optax.routing.router import Router
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,39 +53,21 @@ class MatrixRules:
     ...                      (r"experts/", MatrixAxes(-2, -1))))
     """
 
-    patterns: Sequence[tuple[str, MatrixAxes | None]] = ()
+    patterns: Sequence[Pattern] = ()
     strict: bool = False
     by_name: bool = True
     leaves: tuple[LeafRule, ...] = ()
     allow_unused: bool = False
 
     def __post_init__(self) -> None:
-        pairs: list[tuple[str, MatrixAxes | None]] = []
-        for pair in self.patterns:
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise TypeError(f"a rule is a (pattern, MatrixAxes) pair, got {pair!r}")
-            pattern, axes = pair
-            if not isinstance(pattern, str):
-                raise TypeError(f"a pattern is a str, got {pattern!r}")
-            if axes is not None and not isinstance(axes, MatrixAxes):
-                raise TypeError(
-                    f"rule {pattern!r}: want MatrixAxes or None, got {axes!r}"
-                )
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as err:
-                raise ValueError(
-                    f"rule {pattern!r} is no regular expression: {err}"
-                ) from err
-            pairs.append((pattern, axes))
-        object.__setattr__(self, "patterns", tuple(pairs))
+        object.__setattr__(self, "patterns", check_patterns(self.patterns))
 
     @classmethod
     def of(
         cls,
         model: Any,
         *inputs: Any,
-        patterns: Sequence[tuple[str, MatrixAxes | None]] = (),
+        patterns: Sequence[Pattern] = (),
         strict: bool = False,
         modules: Mapping[Any, Mapping[str, MatrixAxes | None]] | None = None,
         logical_axes: Mapping[str, str] | None = None,
@@ -132,7 +111,10 @@ class MatrixRules:
         named = _bound(cls(), tuple((x.path, x.single or x.shape) for x in found))
         ruled = Patterns([pattern for pattern, _ in patterns], in_normal_form=True)
         leaves = models.leaf_rules(
-            found, before, named._decide, lambda path: ruled.first(path) is not None
+            found,
+            before,
+            named._router.decide,
+            lambda path: ruled.first(path) is not None,
         )
         return cls(tuple(patterns), strict, leaves=leaves)
 
@@ -178,7 +160,7 @@ class MatrixRules:
           ValueError: the axes of the matching pattern do not fit the shape, or no
             pattern covers a leaf of rank 3 or more and ``strict`` is set.
         """
-        return self._decide(path, tuple(shape)).axes
+        return self._router.decide(path, tuple(shape)).axes
 
     def labels(self, params: optax.Params) -> Any:
         """Labels ``"matrix"`` or ``"adam"`` for ``optax.partition``.
@@ -190,11 +172,11 @@ class MatrixRules:
           ValueError: as ``resolve``, or a pattern that matches no leaf at all.
         """
         bound = self.bind(params)
-        self._check_patterns([name for name, _ in trees.named_leaves(params)])
+        self._require_matches(params)
         verdicts = []
 
         def label(name: str, leaf: Any) -> str:
-            verdicts.append(bound._decide(name, tuple(np.shape(leaf))))
+            verdicts.append(bound._router.decide(name, tuple(np.shape(leaf))))
             return verdicts[-1].group
 
         labels = trees.map_named(label, params)
@@ -208,7 +190,7 @@ class MatrixRules:
           ValueError: as ``labels``; or leaves are doubtful, or of rank 3 or more
             without a rule. All are listed, each with the rules that settle it.
         """
-        self._check_patterns([name for name, _ in trees.named_leaves(params)])
+        self._require_matches(params)
         verdicts = self._verdicts(params)
         cases = [v.case for v in verdicts if v.doubt or v.uncovered]
         if cases:
@@ -236,72 +218,19 @@ class MatrixRules:
     def _verdicts(self, params: optax.Params) -> list[Verdict]:
         bound = self.bind(params)
         return [
-            bound._decide(name, tuple(np.shape(leaf)))
+            bound._router.decide(name, tuple(np.shape(leaf)))
             for name, leaf in trees.named_leaves(params)
             if not trees.is_empty(leaf)
         ]
 
-    def _decide(self, path: str, shape: tuple[int, ...]) -> Verdict:
-        """In this order: size, patterns, single leaves, rank, names, rank again."""
-        if math.prod(shape) == 0:
-            return Verdict(path, shape, None, "no elements")
-        number = self._searched.first(path)
-        if number is not None:
-            pattern, axes = self.patterns[number]
-            rule = f"rule {pattern!r}"
-            reason = f"your rule {number + 1} {pattern!r}"
-            return self._fitted(path, shape, axes, rule, reason)
-        known = self._rule_of_path.get(path) or self._rule_of_path.get(
-            names.normal(path)
-        )
-        if known is not None:
-            verdict = self._fitted(path, shape, known.axes, known.reason, known.reason)
-            return dataclasses.replace(verdict, doubt=known.doubt)
-        if len(shape) < 2:
-            return Verdict(path, shape, None, f"rank {len(shape)}")
-        if self.by_name:
-            kind = kind_of(names.name_of(path), len(shape))
-            if kind is not None and kind.adam:
-                return Verdict(path, shape, None, f"name: {kind.label}")
-        if len(shape) == 2:
-            return self._fitted(path, shape, IN_OUT, RANK_2, RANK_2)
-        if self.strict:
-            raise ValueError(
-                f"{trees.shown(path)} of shape {tuple(shape)} has no matrix rule;"
-                " add one to MatrixRules, for example (pattern, MatrixAxes(-2, -1)) for"
-                " a stack of matrices, or (pattern, None) for AdamW"
-            )
-        return Verdict(path, shape, None, UNCOVERED)
-
-    @staticmethod
-    def _fitted(
-        path: str,
-        shape: tuple[int, ...],
-        axes: MatrixAxes | None,
-        source: str,
-        reason: str,
-    ) -> Verdict:
-        try:
-            resolved = None if axes is None else axes.resolve(shape)
-        except ValueError as err:
-            name = trees.shown(path)
-            raise ValueError(f"{name} of shape {shape}, {source}: {err}") from err
-        return Verdict(path, shape, resolved, reason)
-
     @functools.cached_property
-    def _rule_of_path(self) -> dict[str, LeafRule]:
-        """By path as it is; where only one leaf has it, by the normal form as well."""
-        normal = [names.normal(leaf.path) for leaf in self.leaves]
-        count = collections.Counter(normal)
-        by_normal = {n: x for n, x in zip(normal, self.leaves) if count[n] == 1}
-        return by_normal | {leaf.path: leaf for leaf in self.leaves}
+    def _router(self) -> Router:
+        return Router(self.patterns, self.leaves, self.strict, self.by_name)
 
-    @functools.cached_property
-    def _searched(self) -> Patterns:
-        return Patterns([pattern for pattern, _ in self.patterns], self.by_name)
-
-    def _check_patterns(self, paths: Sequence[str]) -> None:
-        missing = self._searched.unmatched(paths)
+    def _require_matches(self, params: optax.Params) -> None:
+        """Refuses patterns that match no leaf at all, unless they are allowed."""
+        paths = [name for name, _ in trees.named_leaves(params)]
+        missing = self._router.unmatched(paths)
         if paths and missing and not self.allow_unused:
             shown = ", ".join(map(repr, paths[:8])) + (", ..." if paths[8:] else "")
             raise ValueError(
@@ -319,8 +248,5 @@ def _bound(
     if not rules.by_name:
         return rules
 
-    def decided(path: str) -> bool:
-        return path in rules._rule_of_path or rules._searched.first(path) is not None
-
-    new = rules_of_tree(leaves, decided)
+    new = rules_of_tree(leaves, rules._router.has_rule)
     return dataclasses.replace(rules, leaves=(*rules.leaves, *new)) if new else rules

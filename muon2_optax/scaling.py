@@ -1,18 +1,15 @@
-"""What follows the orthogonalization: shape factors, statistics, norms.
-
-NorMuon and AdaMuon divide the orthogonalized update O by the root of a moving average
-of its own squares, then bring the result back to a chosen size.
-"""
+"""Gives each matrix of the updates its size, by its shape or by a norm."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import (
     ResolvedAxes,
@@ -73,113 +70,6 @@ def scale_by_shape(
     return optax.stateless(update_fn)
 
 
-class OutputSecondMomentState(NamedTuple):
-    """nu: average of the squared updates, per entry or per output."""
-
-    nu: optax.Updates
-
-
-@check_arguments
-def scale_by_output_second_moment(
-    b2: ArrayLike = 0.95,
-    eps: ArrayLike = 1e-8,
-    *,
-    eps_root: ArrayLike = 0.0,
-    nu_dtype: DTypeLike | None = None,
-) -> optax.GradientTransformation:
-    """Divides by the root of the average square of each entry (AdaMuon).
-
-    ``V = b2 V + (1 - b2) O * O; update = O / (sqrt(V + eps_root) + eps)``, uncorrected.
-
-    Args:
-      b2: decay rate.
-      eps: added to the root.
-      eps_root: added under the root.
-      nu_dtype: dtype in which V is stored; None: float32 or better.
-
-    Returns:
-      The transform, with state ``OutputSecondMomentState`` in the parameters' shapes.
-    """
-    nu_dtype = dtypes.canonical("nu_dtype", nu_dtype)
-
-    def init_fn(params: optax.Params) -> OutputSecondMomentState:
-        return OutputSecondMomentState(
-            jax.tree.map(
-                lambda p: sharding.zeros_like(p, moments.second_dtype(p, nu_dtype)),
-                params,
-            )
-        )
-
-    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
-        del params
-
-        def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            v = moments.average(nu, moments.square(o), b2)
-            update = _wide(o) / moments.divisor(roots.sqrt(v + eps_root), eps)
-            return update.astype(o.dtype), dtypes.stored(v, nu)
-
-        updates, nu = trees.map_leaves(leaf, updates, state.nu)
-        return updates, OutputSecondMomentState(nu)
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-@check_arguments
-def scale_by_neuron_second_moment(
-    b2: ArrayLike = 0.95,
-    eps: ArrayLike = 1e-10,
-    *,
-    eps_root: ArrayLike = 0.0,
-    rules: MatrixRules | None = None,
-) -> optax.GradientTransformation:
-    """Divides by the root of the average square of each output's weights (NorMuon).
-
-    As ``scale_by_output_second_moment``, with O * O replaced by its mean over the input
-    axes: one number per output neuron of each matrix.
-
-    Args:
-      b2: decay rate.
-      eps: added to the root.
-      eps_root: added under the root.
-      rules: which axes form the matrices; None: ``MatrixRules()``.
-
-    Returns:
-      The transform. Its state has the parameters' shapes without the input axes, in
-      float32 or better.
-
-    Raises:
-      ValueError: a leaf that is not a matrix under ``rules``.
-    """
-    rules = rules_or_default(rules)
-
-    def mean_square(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
-        return jnp.sum(moments.square(x) / axes.fan_in, axis=axes.ins)
-
-    def init_fn(params: optax.Params) -> OutputSecondMomentState:
-        def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
-            axes = require_matrix(rules, name, p)
-            zeros = sharding.zeros_like(p, moments.second_dtype(p))
-            dims: list[int | None] = [d for d in range(p.ndim) if d not in axes.ins]
-            return mean_square(zeros, axes), dims
-
-        return OutputSecondMomentState(trees.map_reduced(leaf, params))
-
-    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
-        del params
-
-        def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            axes = require_matrix(rules, name, o)
-            v = moments.average(nu, mean_square(o, axes), b2)
-            root = jnp.expand_dims(roots.sqrt(v + eps_root), axes.ins)
-            update = _wide(o) / moments.divisor(root, eps)
-            return update.astype(o.dtype), dtypes.stored(v, nu)
-
-        updates, nu = trees.map_leaves(leaf, updates, state.nu)
-        return updates, OutputSecondMomentState(nu)
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
 @check_arguments
 def keep_norm(
     inner: optax.GradientTransformation,
@@ -194,33 +84,24 @@ def keep_norm(
       eps: added to the norm that is divided by.
       rules: which axes form the matrices; None: ``MatrixRules()``.
     """
-    rules = rules_or_default(rules)
-    inner = optax.with_extra_args_support(inner)
 
-    def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
-        changed, state = inner.update(updates, state, params, **extra)
+    def factor(new: jax.Array, old: jax.Array, axes: ResolvedAxes) -> jax.Array:
+        return _norm(old, axes) / roots.replace_zero(_norm(new, axes) + eps)
 
-        def leaf(name: str, new: jax.Array, old: jax.Array) -> tuple[jax.Array, ...]:
-            axes = require_matrix(rules, name, new)
-            factor = _norm(old, axes) / _positive(_norm(new, axes) + eps)
-            return (factor * _wide(new)).astype(new.dtype), old
-
-        return trees.map_leaves(leaf, changed, updates)[0], state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    return _rescale(inner, factor, rules)
 
 
 @check_arguments
 def scale_by_dual_norm(
     inner: optax.GradientTransformation, *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs ``inner``, then multiplies each matrix by its product with what it was.
+    """Runs ``inner``, then multiplies each matrix by its inner product with its input.
 
-    With M before and O after ``inner``, which orthogonalizes, the update is
-    ``Re(sum(conj(M) * O)) O``. The sum is about the nuclear norm of M, the dual of the
-    spectral norm: the step of steepest descent, whose size follows the gradients'.
-    It has their scale, so rates of plain Muon do not carry over. (``adaptive=True`` of
-    ``optax.contrib.muon``, which takes one sum over a stack of matrices.)
+    If ``inner`` turns M into an orthogonal O, the update is ``Re(sum(conj(M) * O)) O``.
+    The sum is about the nuclear norm of M, which is the dual of the spectral norm: this
+    is the step of steepest descent, and its size follows that of the gradients. So
+    learning rates of plain Muon do not carry over. ``optax.contrib.muon`` calls it
+    ``adaptive=True`` and takes one sum over a whole stack of matrices.
 
     Args:
       inner: the transform to wrap; its state is the state.
@@ -235,17 +116,30 @@ def scale_by_dual_norm(
     References:
       Bernstein and Newhouse 2024, "Old Optimizer, New Norm", arXiv:2409.20325.
     """
-    rules = rules_or_default(rules)
+
+    def factor(new: jax.Array, old: jax.Array, axes: ResolvedAxes) -> jax.Array:
+        products = (dtypes.widen(old).conj() * dtypes.widen(new)).real
+        return axes.by_block(axes.sums(products, axes.ins + axes.outs))
+
+    return _rescale(inner, factor, rules)
+
+
+def _rescale(
+    inner: optax.GradientTransformation,
+    factor: Callable[[jax.Array, jax.Array, ResolvedAxes], jax.Array],
+    rules: MatrixRules | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs ``inner``, then multiplies each matrix by ``factor(new, old, axes)``."""
+    known = rules_or_default(rules)
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
         changed, state = inner.update(updates, state, params, **extra)
 
         def leaf(name: str, new: jax.Array, old: jax.Array) -> tuple[jax.Array, ...]:
-            axes = require_matrix(rules, name, new)
-            products = (_wide(old).conj() * _wide(new)).real
-            sums = axes.by_block(axes.sums(products, axes.ins + axes.outs))
-            return dtypes.narrow(sums * _wide(new), new.dtype), old
+            axes = require_matrix(known, name, new)
+            scaled = factor(new, old, axes) * dtypes.widen(new)
+            return dtypes.narrow(scaled, new.dtype), old
 
         return trees.map_leaves(leaf, changed, updates)[0], state
 
@@ -274,23 +168,15 @@ def scale_to_rms(
         def leaf(name: str, u: jax.Array) -> tuple[jax.Array]:
             axes = require_matrix(rules, name, u)
             sides = axes.per_output([math.sqrt(axes.fan_in * n) for n in axes.splits])
-            norm = _positive(_norm(u, axes) + eps)
+            norm = roots.replace_zero(_norm(u, axes) + eps)
             factor = jnp.asarray(rms * jnp.asarray(sides, norm.dtype) / norm)
-            return ((factor * _wide(u)).astype(u.dtype),)
+            return ((factor * dtypes.widen(u)).astype(u.dtype),)
 
         return trees.map_leaves(leaf, updates)[0]
 
     return optax.stateless(update_fn)
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(dtypes.compute_dtype(x.dtype))
-
-
 def _norm(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     over = axes.ins + axes.outs
-    return roots.sqrt(axes.by_block(axes.sums(moments.square(x), over)))
-
-
-def _positive(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 1, x)
+    return roots.sqrt(axes.by_block(axes.sums(averages.square(x), over)))

@@ -84,7 +84,7 @@ class Shardings:
             return self._spec_of_path[name]
         known = ", ".join(repr(n) for n, _ in self.specs[:3])
         raise ValueError(
-            f"the Shardings do not know {trees.shown(name)}, only {known}"
+            f"the Shardings do not know {trees.quote(name)}, only {known}"
             f"{', ...' if len(self.specs) > 3 else ''}; read them from the parameters "
             "that the optimizer gets, in the same containers"
         )
@@ -108,7 +108,7 @@ class Shardings:
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
 
 
-def checked(shardings: Any) -> Shardings | None:
+def check_shardings(shardings: Any) -> Shardings | None:
     """What an optimizer was given as ``shardings``.
 
     Raises:
@@ -164,7 +164,7 @@ class Location:
         sizes = (math.prod(self.mesh.shape[a] for a in axes) for axes in self.dims)
         return tuple(n // size for n, size in zip(shape, sizes))
 
-    def reshapable(self, x: Any) -> tuple[int | None, ...]:
+    def reshapable_sizes(self, x: Any) -> tuple[int | None, ...]:
         """The sizes of the dimensions on each device, where they may be reshaped there.
 
         None where tracing does not know the size, and where an Explicit axis divides
@@ -206,7 +206,7 @@ def locate(name: str, x: Any, shardings: Shardings | None = None) -> Location:
     parts = [math.prod(mesh.shape[a] for a in axes) for axes in named]
     if len(entries) != x.ndim or any(n % p for n, p in zip(x.shape, parts)):
         raise ValueError(
-            f"{trees.shown(name)} of shape {tuple(x.shape)} cannot be divided as "
+            f"{trees.quote(name)} of shape {tuple(x.shape)} cannot be divided as "
             f"{spec}; the Shardings were read from other parameters"
         )
     dims = tuple(tuple(a for a in axes if mesh.shape[a] > 1) for axes in named)
@@ -220,7 +220,7 @@ def typed_mesh(x: Any) -> Any:
     return sharding.mesh if named else None
 
 
-def replicated(x: jax.Array) -> jax.Array:
+def replicate(x: jax.Array) -> jax.Array:
     """x on every device, where the mesh has Explicit axes."""
     mesh = typed_mesh(x)
     if mesh is None or AxisType.Explicit not in mesh.axis_types:

@@ -22,8 +22,8 @@ def init_in_place(
     """
     state = init(params)
     leaves = jax.tree.leaves(params)
-    if all(map(_concrete, leaves)):
-        meshes = [x.sharding.mesh for x in leaves if _named(x.sharding)]
+    if all(map(_is_concrete, leaves)):
+        meshes = [x.sharding.mesh for x in leaves if _is_named(x.sharding)]
         return _beside(meshes[0], state) if meshes else state
     if not all(isinstance(x, jax.core.Tracer) for x in leaves):
         return state
@@ -60,7 +60,7 @@ def abstract_state(
     typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=explicit)
 
     def on(mesh: Mesh | AbstractMesh, x: Any) -> jax.ShapeDtypeStruct:
-        spec = x.sharding.spec if _named(x.sharding) else PartitionSpec()
+        spec = x.sharding.spec if _is_named(x.sharding) else PartitionSpec()
         place = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
@@ -74,16 +74,16 @@ def _beside(mesh: Any, state: Any) -> Any:
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(x: Any) -> Any:
-        if not _concrete(x) or _named(x.sharding):
+        if not _is_concrete(x) or _is_named(x.sharding):
             return x
         return jax.device_put(x, replicated)
 
     return jax.tree.map(place, state)
 
 
-def _concrete(x: Any) -> bool:
+def _is_concrete(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
-def _named(sharding: Any) -> bool:
+def _is_named(sharding: Any) -> bool:
     return isinstance(sharding, NamedSharding)

@@ -27,8 +27,8 @@ def is_empty(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def shown(name: str) -> str:
-    """The path of a leaf in an error; that of a tree which is one array is empty."""
+def quote(name: str) -> str:
+    """Quotes the path of a leaf for an error; a tree that is one array has none."""
     return repr(name) if name else "the array itself"
 
 
@@ -66,6 +66,11 @@ def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_box)
 
 
+# Metadata of an NNX variable that names an axis for each of its dimensions. The third
+# is the first one's older name, which MaxText keeps beside it and Flax prefers.
+_SPECS = ("out_sharding", "optimizer_sharding", "sharding_names")
+
+
 def map_reduced(
     fn: Callable[[str, Any], tuple[Any, Sequence[int | None]]], tree: Any
 ) -> Any:
@@ -86,7 +91,7 @@ def map_reduced(
         metadata = leaf.get_metadata() if _is_variable(leaf) else {}
         reduced = {
             key: tuple(_entry(metadata[key], d) for d in dims)
-            for key in ("out_sharding", "optimizer_sharding")
+            for key in _SPECS
             if metadata.get(key)
         }
         return leaf.replace(value, **reduced) if reduced else value
@@ -159,10 +164,11 @@ def _check_paths(updates: Any, state: Any) -> None:
     got, want = next((a, b) for a, b in pairs if a != b)
     raise ValueError(
         f"the updates have {len(new)} leaves and the state has {len(old)}; the first"
-        f" that differ are {_shown(got, want)} of the updates and {_shown(want, got)}"
-        " of the state. A state belongs to paths and their order: update() needs the"
-        " tree that init() saw, in the same containers (a parameter without gradient"
-        " needs zeros, not None); for another tree, make another state with init()"
+        f" that differ are {_quote_keys(got, want)} of the updates and"
+        f" {_quote_keys(want, got)} of the state. A state belongs to paths and their"
+        " order: update() needs the tree that init() saw, in the same containers (a"
+        " parameter without gradient needs zeros, not None); for another tree, make"
+        " another state with init()"
     )
 
 
@@ -181,13 +187,13 @@ def _paths(tree: Any) -> list[tuple[str, ...]]:
     ]
 
 
-def _shown(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str:
+def _quote_keys(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str:
     if path is None:
         return "no leaf"
     joined = "/".join(path)
     # Keys that contain a slash may print like the keys of a deeper tree.
     alike = other is not None and joined == "/".join(other)
-    return " under ".join(map(repr, reversed(path))) if alike else shown(joined)
+    return " under ".join(map(repr, reversed(path))) if alike else quote(joined)
 
 
 def require_arrays(params: Any) -> None:
@@ -202,7 +208,7 @@ def require_arrays(params: Any) -> None:
         if not is_empty(x) and not _is_array(x):
             what = "a function" if callable(x) else f"of type {type(x).__name__}"
             raise TypeError(
-                f"the parameters hold {shown(name)}, which is {what} and no array: give"
+                f"the parameters hold {quote(name)}, which is {what} and no array: give"
                 " the model's arrays only, to init and to update; of an Equinox model,"
                 " eqx.filter(model, eqx.is_array)"
             )

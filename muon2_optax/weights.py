@@ -10,14 +10,13 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from muon2_optax import moments, sharding, trees
+from muon2_optax import averages, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products, on_sphere
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
-from muon2_optax.static_arguments import check_static
 
 Radius = ArrayLike | Literal["init"] | Callable[[int, int], float] | None
 
@@ -94,7 +93,7 @@ def hyperball(
     >>> bool(jnp.isclose(jnp.linalg.norm(w["w"] + updates["w"]), 5.0))
     True
     """
-    rules, shardings = rules_or_default(rules), sharding.checked(shardings)
+    rules, shardings = rules_or_default(rules), sharding.check_shardings(shardings)
     _check_radius(radius)
 
     def init_fn(params: optax.Params) -> HyperballState:
@@ -104,7 +103,7 @@ def hyperball(
             axes = require_matrix(rules, name, p)
             norms = _norms(p, axes)
             if radius is None and _any_zero(p, norms):
-                zeros.append(name or trees.shown(name))
+                zeros.append(name or trees.quote(name))
             return _radii(radius, norms, axes)
 
         state = HyperballState(
@@ -180,8 +179,6 @@ def add_cautious_weight_decay(
     [2.0, 1.0, 0.0]
     """
 
-    check_static(mask=mask)
-
     def init_fn(params: optax.Params) -> Any:
         del params
         if callable(weight_decay):
@@ -224,7 +221,7 @@ def _norms(p: Any, axes: ResolvedAxes) -> jax.Array:
     if isinstance(p, jax.ShapeDtypeStruct):
         p = sharding.zeros_like(p, None)
     norms = jnp.sqrt(inner_products.squared_norms(jnp.asarray(p), axes))
-    return norms.astype(moments.second_dtype(p))
+    return norms.astype(averages.second_dtype(p))
 
 
 def _any_zero(p: Any, norms: jax.Array) -> bool:

@@ -8,9 +8,9 @@ import reference
 from matrices import normal
 
 from muon2_optax.kernels import symmetric
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 
-PLAN = coefficients.resolve("keller", 3)
+PLAN = plans.resolve("keller", 3)
 
 needs_kernel = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11"

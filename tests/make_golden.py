@@ -14,6 +14,8 @@ import reference as ref
 
 FOLDER = Path(__file__).parent / "golden"
 SHAPES = {"24x8": (24, 8), "8x24": (8, 24)}
+# Two gradients determine the eigenvectors of the longer side.
+SOAP_SHAPES = {"12x8": (12, 8), "8x12": (8, 12)}
 STEPS, SEED = 6, 20261201
 
 
@@ -58,6 +60,20 @@ def muon_cautious(w, grads, momentum, ns_steps, weight_decay, learning_rate):
     return updates
 
 
+def soap_muon(w, grads, beta1, beta2, eps, shampoo_beta, precondition_frequency, **kw):
+    us = ref.soap(
+        grads,
+        beta1,
+        beta2,
+        eps,
+        shampoo_beta=shampoo_beta,
+        frequency=precondition_frequency,
+        nesterov=True,
+    )
+    factor = -kw["learning_rate"] * ref.spectral(*np.shape(w))
+    return [factor * ref.keller(u, kw["ns_steps"]) for u in us]
+
+
 def muon_ema_nesterov(w, grads, momentum, ns_steps, learning_rate, beta, decay):
     steps = ref.muon(grads, learning_rate, momentum, steps=ns_steps)
     betas = [beta] * (STEPS + 1)
@@ -67,6 +83,10 @@ def muon_ema_nesterov(w, grads, momentum, ns_steps, learning_rate, beta, decay):
 
 MUON = {"learning_rate": 0.02, "momentum": 0.95, "ns_steps": 5}
 MUON2 = {"learning_rate": 0.03, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "ns_steps": 3}
+SOAP = MUON2 | {"shampoo_beta": 0.9, "precondition_frequency": 2}
+# float32 knows eigenvectors to its rounding times the ratio of the largest eigenvalue
+# to theirs, 1e3 to 1e4 for these gradients.
+TOLERANCES = {"soap_muon": 2e-3}
 METHODS = {
     "muon_h": (muon_h, MUON),
     "muon2_h": (muon2_h, MUON2),
@@ -74,6 +94,7 @@ METHODS = {
     "muon_eq_roots": (muon_eq, MUON | {"form": "roots"}),
     "muon_eq_sweeps": (muon_eq, MUON | {"form": "sweeps"}),
     "muon_cautious": (muon_cautious, MUON | {"weight_decay": 0.5}),
+    "soap_muon": (soap_muon, SOAP),
     "muon_ema_nesterov": (muon_ema_nesterov, MUON | {"beta": 0.5, "decay": 0.9}),
 }
 
@@ -95,7 +116,7 @@ def build(method, shape):
         "shape_fan_in_fan_out": shape,
         "steps": STEPS,
         "source": "the formulas of tests/reference.py, in float64 numpy",
-        "tol_f32": 1e-4,
+        "tol_f32": TOLERANCES.get(method, 1e-4),
     }
     return {
         "params0": params,
@@ -109,7 +130,8 @@ def build(method, shape):
 def files():
     """Every file's path and arrays."""
     for method in METHODS:
-        for name, shape in SHAPES.items():
+        shapes = SOAP_SHAPES if method == "soap_muon" else SHAPES
+        for name, shape in shapes.items():
             yield FOLDER / f"{method}__own_{name}.npz", build(method, shape)
 
 

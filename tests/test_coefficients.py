@@ -9,7 +9,7 @@ import pytest
 from reference import KELLER, scalar_newton_schulz
 
 import muon2_optax as m2
-from muon2_optax.schedules.coefficients import resolve
+from muon2_optax.schedules.plans import resolve
 
 ROWS = ((3.5, -4.0, 1.5), (3.0, -3.5, 1.2), (2.0, -1.5, 0.5))
 FIRST = m2.Schedule(ROWS)
@@ -23,21 +23,21 @@ def test_keller_is_the_published_triple():
     assert schedule.triples == (KELLER,)
     # Neither a factor nor an epsilon: the result does not depend on the input's size.
     assert schedule.normalization == m2.Frobenius(factor=1.0, eps=0.0)
-    assert resolve("keller", 3).rows == (KELLER,) * 3
-    assert resolve("keller", 0).rows == ()
+    assert resolve("keller", 3).triples == (KELLER,) * 3
+    assert resolve("keller", 0).triples == ()
 
 
 @pytest.mark.parametrize("steps", range(6))
 def test_first_repeats_its_last_triple(steps):
     want = (*ROWS, ROWS[-1], ROWS[-1])[:steps]
     plan = resolve(FIRST, steps)
-    assert plan.rows == want
+    assert plan.triples == want
     assert plan.static
 
 
 @pytest.mark.parametrize("steps", range(4))
 def test_last_takes_from_the_end(steps):
-    assert resolve(LAST, steps).rows == ROWS[3 - steps :]
+    assert resolve(LAST, steps).triples == ROWS[3 - steps :]
 
 
 def test_last_has_no_continuation():
@@ -47,7 +47,7 @@ def test_last_has_no_continuation():
 
 def test_whole_tables_are_never_cut_or_extended():
     assert WHOLE.rows(3) == ROWS and WHOLE.rows(2) == SHORTER
-    assert resolve(WHOLE, 2).rows == SHORTER
+    assert resolve(WHOLE, 2).triples == SHORTER
     assert WHOLE.rows(0) == ()
     for steps in (1, 4):
         with pytest.raises(ValueError, match=rf"ns_steps={steps}.*\[2, 3\] steps only"):
@@ -66,7 +66,7 @@ def test_shorter_tables_are_checked():
 def test_every_name(name):
     schedule = m2.SCHEDULES[name]
     have = len(schedule.triples)
-    assert resolve(name, have).rows == schedule.triples
+    assert resolve(name, have).triples == schedule.triples
     assert resolve(name, have).normalization == schedule.normalization
     assert schedule.source
     hash(schedule)
@@ -94,15 +94,15 @@ def test_full_run_of_every_schedule_brings_singular_values_near_one(name):
 )
 def test_one_triple_is_repeated(table):
     plan = resolve(table, 4)
-    assert len(plan.rows) == 4
-    np.testing.assert_allclose(plan.rows, [KELLER] * 4, rtol=1e-6)  # float32 array
+    assert len(plan.triples) == 4
+    np.testing.assert_allclose(plan.triples, [KELLER] * 4, rtol=1e-6)  # float32 array
     assert plan.normalization == m2.Frobenius()
 
 
 @pytest.mark.parametrize("table", [ROWS, [list(r) for r in ROWS], np.array(ROWS)])
 def test_table(table):
     plan = resolve(table, 3)
-    assert plan.rows == ROWS
+    assert plan.triples == ROWS
     assert plan.normalization == m2.Frobenius()
 
 
@@ -166,7 +166,7 @@ def test_negative_steps(coeffs):
 
 @pytest.mark.parametrize("steps", [3, np.int64(3), jnp.asarray(3)], ids=type)
 def test_integers_of_any_kind_are_static(steps):
-    assert resolve("keller", steps).rows == (KELLER,) * 3
+    assert resolve("keller", steps).triples == (KELLER,) * 3
 
 
 def test_schedule_is_a_checked_value():
@@ -193,8 +193,8 @@ def test_traced_steps_find_the_same_triples(schedule):
     def rows(steps):
         plan = resolve(schedule, steps)
         assert not plan.static
-        last = plan.rows.shape[0] - 1
-        return jnp.stack([plan.rows[min(i, last)] for i in range(5)])
+        last = plan.triples.shape[0] - 1
+        return jnp.stack([plan.triples[min(i, last)] for i in range(5)])
 
     for steps in range(4 if schedule is LAST else 6):
         want = np.reshape(schedule.rows(steps), (-1, 3))
@@ -207,7 +207,7 @@ def test_traced_steps_choose_a_whole_table():
     @jax.jit
     def plan(steps):
         found = resolve(WHOLE, steps)
-        return found.rows, found.steps
+        return found.triples, found.steps
 
     for steps, table in ((2, SHORTER), (3, ROWS)):
         rows, count = plan(steps)

@@ -210,3 +210,22 @@ def test_metadata_says_how_statistics_are_divided(name, names):
             found += any(spec)
     # The momentum and a statistic; of Dion's Q, only the layers can be divided.
     assert found >= (1 if name == "dion" else 2)
+
+
+@pytest.mark.parametrize("name", ["muon2_f", "normuon"])
+def test_an_older_name_beside_the_metadata_is_cut_alike(name):
+    """MaxText's variables have both, and the optimizer's take the older one."""
+    names = ("embed", "layers", "mlp")
+    weights = nnx.Param(jnp.ones((4, 3, 6)), eager_sharding=False)
+    weights = weights.replace(out_sharding=names, sharding_names=names)
+    rules = m2.MatrixRules(((r"weights", m2.MatrixAxes(0, -1)),))
+    state = m2.REGISTRY[name](1e-3, rules=rules).init(nnx.State({"weights": weights}))
+    with pytest.warns(DeprecationWarning, match="sharding_names"):
+        state = nnx.optimizer.to_opt_state(state)
+    boxes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    named = [x for x in boxes if x.get_metadata().get("out_sharding")]
+    sizes = {"embed": 4, "layers": 3, "mlp": 6, None: 1}
+    for x in named:
+        spec = x.get_metadata()["out_sharding"]
+        assert tuple(sizes[axis] for axis in spec) == x.shape, (spec, x.shape)
+    assert len(named) >= 2

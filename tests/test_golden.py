@@ -104,6 +104,10 @@ def _muon_eq(momentum, **kw):
     return m2.muon_eq(b1=momentum, rules=ONE_MATRIX, **kw)
 
 
+def _soap_muon(beta1, beta2, **kw):
+    return m2.soap_muon(b1=beta1, b2=beta2, rules=ONE_MATRIX, **kw)
+
+
 def _muon_cautious(momentum, **kw):
     return m2.muon(b1=momentum, rules=ONE_MATRIX, cautious_weight_decay=True, **kw)
 
@@ -136,6 +140,7 @@ TRAJECTORIES = {
     "muon2f_h": _muon2_f_h,
     "muon_eq_roots": _muon_eq,
     "muon_eq_sweeps": _muon_eq,
+    "soap_muon": _soap_muon,
     "muon_cautious": _muon_cautious,
     "muon_ema_nesterov": _muon_ema_nesterov,
 }

@@ -7,7 +7,7 @@ import types
 import pytest
 
 import muon2_optax as m2
-from muon2_optax.optimizers import _documented
+from muon2_optax.optimizers import _shared_arguments
 
 FUNCTIONS = sorted(
     name
@@ -62,7 +62,7 @@ def test_an_argument_without_a_description_is_no_import():
         """
 
     with pytest.raises(KeyError, match="no_such_argument"):
-        _documented.documented(new)
+        _shared_arguments.complete_docstring(new)
 
 
 def test_names_that_mean_something_else_elsewhere():

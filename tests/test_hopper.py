@@ -16,7 +16,7 @@ import muon2_optax as m2
 from muon2_optax.arrays import limits
 from muon2_optax.execution import on_device
 from muon2_optax.kernels import hopper
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 
 
 def _lowered(on, shapes, **options):
@@ -120,7 +120,7 @@ def test_stacks_are_bounded_and_alike():
     assert size(72, (2048, 5472)) == size(96, (2048, 2048)) == (33, 33)
     few = [size(n, (2048, 2048)).panels for n in (4, 5, 7, 9, 13, 17)]
     assert few == [4, 8, 8, 16, 16, 33]
-    aol = coefficients.resolve("turbo", 3)
+    aol = plans.resolve("turbo", 3)
     assert hopper.stack_size(72, (2048, 5472), aol, half) is None
 
 
@@ -177,14 +177,14 @@ def test_stacks_are_filled_and_bounded(m, ratio):
 KERNELS = """
 import sys
 import jax, jax.numpy as jnp
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 from muon2_optax.arrays import limits
 from muon2_optax.kernels import hopper
 from muon2_optax.execution import on_device
 
 def all_widths(*xs):
     square, wide = xs[:40], xs[40:]
-    plan = coefficients.resolve("keller", 3)
+    plan = plans.resolve("keller", 3)
     return [on_device.orthogonalize(part, plan) for part in (square, wide)]
 
 m, n = map(int, sys.argv[1:])

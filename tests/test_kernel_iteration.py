@@ -20,9 +20,9 @@ from reference import relative_error
 from muon2_optax import iteration
 from muon2_optax.execution import on_device, transport
 from muon2_optax.kernels import newton_schulz, symmetric
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 
-KELLER3 = PLAN.rows
+KELLER3 = PLAN.triples
 
 
 def _with_spectrum(m, n, s, seed=0):
@@ -77,7 +77,7 @@ def test_at_least_as_accurate_as_plain_bfloat16(name, shape, emulated):
 @pytest.mark.parametrize("shape", [(96, 96), (64, 192)], ids=str)
 def test_every_number_of_steps(shape, steps, emulated):
     x = stack(shape, 3, np.float64)
-    got = _run([x], coefficients.resolve("keller", steps))[0]
+    got = _run([x], plans.resolve("keller", steps))[0]
     # Five steps of the Gram form multiply float16's 5e-4 by up to 3.4^2.
     assert relative_error(got, reference.keller(x, steps)) < (3e-3, 2e-2)[steps > 3]
 
@@ -99,7 +99,7 @@ def test_negative_coefficients(steps, emulated):
     """The gain, whose root scales the input, has the sign of their product."""
     x = stack((64, 96), 3, np.float64)
     rows = tuple(tuple(-v for v in row) for row in KELLER3[:steps])
-    got = _run([x], dataclasses.replace(PLAN, rows=rows))[0]
+    got = _run([x], dataclasses.replace(PLAN, triples=rows))[0]
     want = (-1) ** steps * reference.keller(x, steps)
     assert relative_error(got, want) < 3e-3
 

@@ -16,7 +16,7 @@ import muon2_optax as m2
 from muon2_optax import iteration
 from muon2_optax.arrays import limits
 from muon2_optax.execution import on_device
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import coefficients, plans
 
 SHAPES = [
     (12, 12),
@@ -210,9 +210,7 @@ def test_chunks_bound_the_memory_and_keep_the_values(monkeypatch):
         jnp.asarray(normal(shape, seed), jnp.float32)
         for seed, shape in enumerate(shapes)
     ]
-    step = jax.jit(
-        lambda xs: on_device.orthogonalize(xs, coefficients.resolve("keller", 3))
-    )
+    step = jax.jit(lambda xs: on_device.orthogonalize(xs, plans.resolve("keller", 3)))
     for x, got in zip(xs, step(xs), strict=True):
         assert got.shape == x.shape and got.dtype == x.dtype
         if x.size:

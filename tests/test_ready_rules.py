@@ -28,6 +28,11 @@ MAXTEXT = [
     ("decoder/layers/self_attention/sinks", (H, L), None),
     ("decoder/layers/mhc/res_beta", (4, 4), None),
     ("decoder/layers/mhc/pre_alpha", (D, 4), ((0,), (1,))),
+    ("decoder/layers_0/mhc_mlp/post_alpha_scale", (1,), None),
+    ("decoder/hc_head/hc_scale", (1,), None),
+    # OLMo 3 keeps the heads of its output projection apart, Qwen3-Next flattens them.
+    ("decoder/layers/layers_0/attention/out/kernel", (H, L, K, D), ((0, 2), (3,))),
+    ("decoder/layers/layer_0/attention/attention/out/kernel", (H, L, D), ((0,), (2,))),
 ]
 STACKED = "transformer/layers/stacked"
 LEVANTER = [

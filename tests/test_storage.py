@@ -22,7 +22,7 @@ def test_averages_reach_zero(dtype, decay):
     old = jnp.asarray(values[np.isfinite(values.astype(np.float32))])
 
     def step(_, x):
-        return dtypes.stored(decay * x.astype(jnp.float32), x)
+        return dtypes.narrow_average(decay * x.astype(jnp.float32), x)
 
     once = np.float32(step(0, old))
     before = np.float32(old)
@@ -38,7 +38,7 @@ def test_wide_ranges_are_stored_as_ever(dtype):
     with jax.enable_x64(dtype == "float64"):
         old = jnp.asarray(rng.standard_normal(2000) * 1e-30, dtype)
         x = (0.997 * old.astype(dtypes.compute_dtype(dtype))).block_until_ready()
-        np.testing.assert_array_equal(dtypes.stored(x, old), x.astype(dtype))
+        np.testing.assert_array_equal(dtypes.narrow_average(x, old), x.astype(dtype))
 
 
 def test_only_numbers_that_were_stuck_change():
@@ -46,10 +46,10 @@ def test_only_numbers_that_were_stuck_change():
     old = jnp.asarray(np.random.default_rng(5).standard_normal(4000), jnp.float16)
     x = 0.9 * old.astype(jnp.float32)
     np.testing.assert_array_equal(
-        dtypes.stored(x, old), np.asarray(x).astype(np.float16)
+        dtypes.narrow_average(x, old), np.asarray(x).astype(np.float16)
     )
     grown = 1.0001 * old.astype(jnp.float32)  # rounds back, and may
-    np.testing.assert_array_equal(dtypes.stored(grown, old), old)
+    np.testing.assert_array_equal(dtypes.narrow_average(grown, old), old)
 
 
 @pytest.mark.parametrize("name", ["normuon", "dion", "adamuon"])

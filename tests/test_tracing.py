@@ -8,7 +8,7 @@ import pytest
 from hlo import count_compilations
 
 import muon2_optax as m2
-from muon2_optax import moments
+from muon2_optax import averages
 from muon2_optax.arrays import limits, tracing
 
 
@@ -110,5 +110,5 @@ def test_a_larger_eps_hides_the_floor_under_the_root(eps):
     """To the bit: a root that is held up makes the same sum."""
     root = np.geomspace(1e-38, 1e19, 4000).astype(np.float32)
     root = jnp.asarray(np.append(root, [0, np.inf, np.nan]), jnp.float32)
-    got = moments.divisor(root, eps)
-    np.testing.assert_array_equal(got, moments.divisor(root, jnp.float32(eps)))
+    got = averages.divisor(root, eps)
+    np.testing.assert_array_equal(got, averages.divisor(root, jnp.float32(eps)))

@@ -1,130 +1,144 @@
-"""The documents of a run that reads text, and which of them are held out.
-
-Without `--data` they are the Python sources of the standard library and of installed
-packages: real text that is on every machine that can run this trainer. The standard
-library comes first: a few megabytes of it are the same wherever the same Python is.
-"""
+"""The documents of a run or of a preparation, and which of them are held out."""
 
 import codecs
 import hashlib
+import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.config import DataConfig
 from examples.data import text
 from examples.options import check
 
 # Tests hold deliberately broken files. The largest files are mostly generated tables,
-# one of which could make up a good part of the validation text.
+# one of which could make up a good part of the validation text, and _sysconfigdata
+# describes the machine that Python was built on.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
 _SKIPPED_FOLDERS |= {"test", "tests", "idle_test"}
+_SKIPPED_FILE = "_sysconfigdata"
 _SIZES = range(1_000, 65_000)
 
+Group = tuple[list[bytes], list[bytes]]  # documents to train on, and held out
 
-@dataclass(frozen=True)
+
 class Corpus:
-    """Documents as UTF-8 bytes; no text is in both parts."""
+    """Documents as UTF-8 bytes, each text once, in a fixed order.
 
-    train: list[bytes]
-    val: list[bytes]
-    source: str
-    notes: list[str] = field(default_factory=list)
+    Without paths they are the sources of Python's standard library: real text that is
+    on every machine, and the same wherever the same Python is.
+
+    Args:
+      paths: text files or folders.
+      val_fraction: part of the bytes that is held out, if no file is named val*.
+      limit: bytes to take (0: all), and `val_fraction` of it from files named val*.
+      reader: of the files.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        val_fraction: float,
+        limit: int = 0,
+        reader: text.Reader | None = None,
+    ):
+        self._fraction, self._limit = val_fraction, limit
+        # Some old sources are not UTF-8.
+        self.reader = reader or text.Reader(skip_bad=not paths)
+        self._train_files, self._val_files, others = text.find_texts(paths)
+        self.name = f"text files in {' '.join(paths)}"
+        if not paths:
+            self._train_files, self.name = python_sources(), "Python's standard library"
+        self.files = [*self._val_files, *self._train_files]
+        how = f"the last {100 * val_fraction:g} %"
+        if self._val_files:
+            how = f"files named val* ({len(self._val_files)})"
+        self.notes = [f"held out: {how}"]
+        if others:
+            self.notes.append(f"other files not read: {', '.join(others[:5])}")
+
+    def groups(self, size: float = math.inf) -> Iterator[Group]:
+        """All documents, once, about `size` bytes at a time.
+
+        The end of each group is held out. Files named val* are a group of their own
+        instead: the first, so that what is found in both parts is left out of training.
+        """
+        seen: set[int] = set()
+        if self._val_files:
+            most = max(1, int(self._limit * self._fraction)) if self._limit else 0
+            val = list(self._take(self._val_files, most, seen))
+            said = "no text in it; files named val* are the validation text: fill or"
+            check(bool(val), f"{self._val_files[0]}: {said} remove it")
+            yield [], val
+        group, held, before = list[bytes](), 0, len(seen)
+        for document in self._take(self._train_files, self._limit, seen):
+            group.append(document)
+            held += len(document)
+            if held >= size:
+                yield self._split(group)
+                group, held = [], 0
+        if group:
+            yield self._split(group)
+        beside = " beside that of files named val*" if self._val_files else ""
+        check(len(seen) > before, f"{self.name}: no text in it{beside}")
+
+    def _split(self, group: list[bytes]) -> Group:
+        return (group, []) if self._val_files else split(group, self._fraction)
+
+    def _take(
+        self, files: Sequence[Path], limit: int, seen: set[int]
+    ) -> Iterator[bytes]:
+        """Documents up to the limit, each text once, and none of `seen`, which grows.
+
+        Whether its last line has an end makes no other text.
+        """
+        room = limit or math.inf
+        for document in self.reader.documents(files):
+            # 64 bits tell a billion documents apart, and take little memory.
+            digest = hashlib.sha256(document.rstrip(b"\r\n")).digest()[:8]
+            if (key := int.from_bytes(digest)) in seen:
+                continue
+            seen.add(key)
+            if len(document) > room:
+                self.notes.append(f"text cut at {limit:,} bytes (--max-bytes)")
+                document = _cut(document, int(room))
+                yield from [document] if document.strip() else []
+                return
+            room -= len(document)
+            yield document
 
 
-def _unique(documents: Iterable[bytes], seen: set[bytes]) -> list[bytes]:
-    """Each text once; those of `seen`, which grows, not at all."""
-    taken = []
-    for document in documents:
-        if (digest := text.text_hash(document)) not in seen:
-            seen.add(digest)
-            taken.append(document)
-    return taken
+def _cut(document: bytes, size: int) -> bytes:
+    """The first `size` bytes, less a character that the cut would break."""
+    return codecs.utf_8_decode(document[:size])[0].encode()
 
 
-def split(
-    documents: Sequence[bytes], fraction: float
-) -> tuple[list[bytes], list[bytes], str]:
+def split(documents: list[bytes], fraction: float) -> Group:
     """Hold out the last documents: `fraction` of the bytes, or up to half as much more.
 
     Where whole documents would be more than that, the first of them is cut in two at a
-    line end. The text returned says how it was done.
+    line end.
     """
-    wanted, count, held_out = fraction * sum(map(len, documents)), 0, 0
+    wanted, held_out, first = fraction * sum(map(len, documents)), 0, len(documents)
     while held_out < wanted:
-        count += 1
-        held_out += len(documents[-count])
-    train, val = list(documents[:-count]), list(documents[-count:])
+        first -= 1
+        held_out += len(documents[first])
+    train, val = documents[:first], documents[first:]
     if train and held_out <= 1.5 * wanted:
-        return train, val, f"the last {count:,} documents"
+        return train, val
     excess = int(held_out - wanted)
-    place = val[0].rfind(b"\n", 0, excess) + 1 or len(text.cut(val[0], excess))
-    train, val[0] = [*train, val[0][:place]], val[0][place:]
-    if len(documents) == 1:
-        return train, val, "the last part of the only document"
-    return train, val, f"the last {count:,} documents, the first of them in part"
+    place = val[0].rfind(b"\n", 0, excess) + 1 or len(_cut(val[0], excess))
+    return [*train, val[0][:place]], [val[0][place:], *val[1:]]
 
 
-def source_files() -> Iterator[Path]:
-    """All sources; within each root the order mixes folders by a hash of the names."""
-    keys = ("stdlib", "platstdlib", "purelib", "platlib")
-    for root in dict.fromkeys(Path(sysconfig.get_path(key)) for key in keys):
-        found: dict[str, Path] = {}
-        for folder, subfolders, names in os.walk(root):
-            subfolders[:] = [n for n in subfolders if n not in _SKIPPED_FOLDERS]
-            paths = [Path(folder, name) for name in names if name.endswith(".py")]
-            found |= {path.relative_to(root).as_posix(): path for path in paths}
-        for name in sorted(found, key=lambda n: hashlib.sha256(n.encode()).digest()):
-            # _sysconfigdata describes the machine that Python was built on.
-            if not found[name].name.startswith("_sysconfigdata"):
-                yield found[name]
-
-
-def _sources(limit: int) -> Iterator[bytes]:
-    """Sources that are UTF-8 and neither tiny nor huge, up to `limit` bytes."""
-    read = 0
-    for path in source_files():
-        try:
-            source = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-            source.decode("utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if len(source) in _SIZES and not (limit and read >= limit):
-            yield text.cut(source, limit - read) if limit else source
-            read += len(source)
-
-
-def load(config: DataConfig) -> Corpus:
-    """Read, limit and split the text that `config` names; each document once."""
-    limit, seen = config.max_bytes, set[bytes]()
-    if not config.data:
-        documents = _unique(_sources(limit), seen)
-        check(len(documents) > 1, "no installed Python sources found; use --data PATH")
-        train, val, how = split(documents, config.val_fraction)
-        source = f"{len(documents):,} installed Python sources"
-        return Corpus(train, val, source, [f"held out: {how}"])
-    train_files, val_files, others = text.find_texts(config.data)
-    named, reader = f"--data {' '.join(config.data)}", text.Reader(limit=limit)
-    notes = [f"other files not read: {text.some(others)}"] if others else []
-    if val_files:
-        # Validation text is read first, so that a document found in both parts is
-        # dropped from training. The limit is at least one byte, because a limit of 0
-        # means that there is no limit.
-        most = limit and max(1, int(limit * config.val_fraction))
-        val_reader = text.Reader(limit=most)
-        val = _unique(val_reader.documents(val_files), seen)
-        text.check_val(val, val_files)
-        train = _unique(reader.documents(train_files), seen)
-        beside = f"beside that of the files named val* ({text.some(val_files)})"
-        check(bool(train), f"{named}: no training text in it, {beside}")
-        how = f"files named val* ({len(val_files)})"
-        notes += [f"validation text cut at {most:,} bytes"] if val_reader.is_cut else []
-    else:
-        documents = _unique(reader.documents(train_files), seen)
-        check(bool(documents), f"{named}: no text in it")
-        train, val, how = split(documents, config.val_fraction)
-    notes += [f"text cut at --max-bytes {limit:,}"] if reader.is_cut else []
-    source = f"{len(train_files) + len(val_files)} text files in {named[7:]}"
-    return Corpus(train, val, source, [*notes, f"held out: {how}"])
+def python_sources() -> list[Path]:
+    """Files of the standard library; a hash of their names mixes the folders."""
+    root, found = sysconfig.get_path("stdlib"), dict[bytes, Path]()
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [n for n in subfolders if n not in _SKIPPED_FOLDERS]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            usual = path.is_file() and path.stat().st_size in _SIZES
+            if usual and not path.name.startswith(_SKIPPED_FILE):
+                name = path.relative_to(root).as_posix()
+                found[hashlib.sha256(name.encode()).digest()] = path
+    return [found[key] for key in sorted(found)]

@@ -1,65 +1,39 @@
 """Batches as a pure function of seed and step: the same for every optimizer."""
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 
 from examples.config import Config, DataConfig
-from examples.data import corpus as corpora
 from examples.data import shards
 from examples.data import tokens as tok
+from examples.data.corpus import Corpus
 from examples.options import check
 
-_ROUNDS = 8
+# Token ids, or another number per token, one after the other.
+Stream = np.ndarray | shards.ShardStream
 T = TypeVar("T")
+# Of `epoch_order`; part of a text's hash, so that a run goes on in the same order only.
+_ORDER_VERSION = 2
 
 
-class Stream(Protocol):
-    """Token ids (or another number per token) one after the other: array or shards."""
+@functools.lru_cache(maxsize=2)
+def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
+    """All windows of an epoch in the order in which they are read.
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> np.ndarray: ...
-
-
-def _mix(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    """A hash of 64 bits: the finalizer of SplitMix64 (Steele et al., 2014)."""
-    x = (x ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def shuffled(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the places `index` of an epoch's order point to, all within range(size).
-
-    A permutation that is computed, so that the position in the data is the step number
-    and nothing else. Grain's `MapDataset.shuffle` is stateless with random access, too;
-    this is a page of NumPy, which needs no further package.
-
-    A balanced Feistel network permutes the numbers of an even count of bits whatever
-    its round function is (M. Luby and C. Rackoff, 1988); numbers that leave the range
-    are sent through again until they return ("cycle walking", J. Black and P. Rogaway,
-    2002), which makes it a permutation of any range.
+    So the position in the data is the number of the step and nothing else. Windows are
+    sorted by random numbers because NumPy promises that those of a bit generator stay
+    the same in other versions, which it does not promise of `permutation`.
     """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
-
-    def once(x: np.ndarray) -> np.ndarray:
-        left, right = x >> half, x & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right, key) & mask)
-        return (left << half) | right
-
-    value = once(np.asarray(index, np.uint64))
-    while (outside := value >= size).any():
-        value[outside] = once(value[outside])
-    return value.astype(np.int64)
+    numbers = np.random.PCG64([seed, epoch]).random_raw(windows)
+    return np.argsort(numbers, kind="stable")
 
 
 @dataclass(frozen=True)
@@ -95,12 +69,10 @@ class TrainBatches:
         chosen = step * self.batch_size + np.arange(self.batch_size)[rows]
         epochs, places = np.divmod(chosen, self.windows)
         batch = np.empty((len(chosen), self.seq_len + 1), np.int32)
-        for epoch in np.unique(epochs):
-            inside = np.flatnonzero(epochs == epoch)
-            order = shuffled(places[inside], self.windows, self.seed, int(epoch))
-            for row, window in zip(inside, order):
-                start = int(window) * self.seq_len
-                batch[row] = self.stream[start : start + self.seq_len + 1]
+        for row, (epoch, place) in enumerate(zip(epochs.tolist(), places)):
+            window = epoch_order(self.windows, self.seed, epoch)[place]
+            start = int(window) * self.seq_len
+            batch[row] = self.stream[start : start + self.seq_len + 1]
         return batch
 
 
@@ -128,15 +100,13 @@ def eval_batches(
         f"{seq_len + 1:,} (--seq-len {seq_len})",
     )
     wanted = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
-    starts = [int(i) * seq_len for i in np.arange(wanted) * windows // wanted]
+    starts = (np.arange(wanted) * windows // wanted * seq_len).tolist()
     rows = np.stack([stream[i : i + seq_len + 1] for i in starts]).astype(np.int32)
-    batches = []
-    for first in range(0, wanted, batch_size):
-        part = rows[first : first + batch_size]
-        missing = batch_size - len(part)
-        weight = np.r_[np.ones(len(part)), np.zeros(missing)].astype(np.float32)
-        batches.append((np.pad(part, ((0, missing), (0, 0))), weight))
     covered = sum(int(byte_counts[i + 1 : i + 1 + seq_len].sum()) for i in starts)
+    rows = np.pad(rows, ((0, -wanted % batch_size), (0, 0)))
+    weight = (np.arange(len(rows)) < wanted).astype(np.float32)
+    parts = (slice(i, i + batch_size) for i in range(0, len(rows), batch_size))
+    batches = [(rows[part], weight[part]) for part in parts]
     return EvalBatches(batches, wanted * seq_len, covered)
 
 
@@ -153,14 +123,20 @@ class Dataset:
     val: EvalBatches
 
 
-def _from_text(config: DataConfig) -> tuple[dict[str, Any], tok.Tokenizer, list[Any]]:
-    text = corpora.load(config)
-    tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, text.train)
+# What is said of the text, its tokenizer, and the streams of training tokens,
+# validation tokens and the bytes that each of these stands for.
+_Source = tuple[dict[str, Any], tok.Tokenizer, list[Any]]
+
+
+def _from_text(config: DataConfig) -> _Source:
+    corpus = Corpus(config.data, config.val_fraction, config.max_bytes)
+    train, val = (list(chain(*part)) for part in zip(*corpus.groups()))
+    tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, train)
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-    about: dict[str, Any] = {"source": text.source, "notes": text.notes}
+    about: dict[str, Any] = {"source": corpus.name, "notes": corpus.notes}
     # Of the ids, not of a tokenizer.json: its layout changes with its library.
     sha, streams = hashlib.sha256(str(tokenizer.vocab_size).encode()), []
-    for name, documents in (("train", text.train), ("val", text.val)):
+    for name, documents in (("train", train), ("val", val)):
         stream = tok.stream(tokenizer.encode(documents), tokenizer.end_id, dtype)
         sizes = len(documents), sum(map(len, documents)), len(stream)
         about[name] = dict(zip(("documents", "bytes", "tokens"), sizes))
@@ -168,13 +144,11 @@ def _from_text(config: DataConfig) -> tuple[dict[str, Any], tok.Tokenizer, list[
         sha.update(b"".join(documents))
         streams.append(stream)
     # The end of a document is a token to predict, but it is no byte of the text.
-    streams.append(tok.stream(tokenizer.byte_counts(text.val), 0, np.int64))
+    streams.append(tok.stream(tokenizer.byte_counts(val), 0, np.int64))
     return about | {"digest": sha.hexdigest()[:16]}, tokenizer, streams
 
 
-def _from_shards(
-    config: DataConfig, folder: shards.Folder
-) -> tuple[dict[str, Any], tok.Tokenizer, list[Any]]:
+def _from_shards(config: DataConfig, folder: shards.Folder) -> _Source:
     for name in ("tokenizer", "vocab_size", "max_bytes", "val_fraction"):
         given = getattr(config, name) != getattr(DataConfig(), name)
         said = "token shards bring their own tokenizer and split; leave it out"
@@ -193,10 +167,10 @@ def load(config: Config) -> Dataset:
         about, tokenizer, streams = _from_text(config.data)
     else:
         about, tokenizer, streams = _from_shards(config.data, folder)
-    run, length = config.run, config.model.seq_len
-    train = TrainBatches(streams[0], run.batch_size, length, run.seed)
-    sizes = run.batch_size, length, run.eval_tokens
-    val = eval_batches(streams[1], streams[2], *sizes)
+    about["digest"] = f"{_ORDER_VERSION}-{about['digest']}"
+    sizes, run = (config.run.batch_size, config.model.seq_len), config.run
+    train = TrainBatches(streams[0], *sizes, run.seed)
+    val = eval_batches(streams[1], streams[2], *sizes, run.eval_tokens)
     return Dataset(about, tokenizer, train, val)
 
 

@@ -2,14 +2,13 @@
 
 A folder holds `train_00000.bin`, `val_00000.bin`, ... (one unsigned integer per token,
 every document ended by the separator), `val_00000.bytes` (the bytes of text that each
-validation token stands for), `tokenizer.json`, and `index.json`, which is written last:
-a folder without it is not complete. Shards end where a document ends.
+validation token stands for), `tokenizer.json`, and `index.json`, which lists all files
+that are written and says whether they are all. Shards end where a document ends.
 """
 
-import bisect
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from examples.files import read_json, write_atomically
 from examples.options import UserError, check
 
 INDEX = "index.json"
-PROGRESS = "progress.json"  # there while a preparation is not finished
 FORMAT = "token shards, version 2"
 # Bytes covered by one checksum. Reading a window means reading every block that it
 # touches, so a block is only a few windows long: random access stays cheap.
@@ -43,14 +41,14 @@ class Shard:
 
 
 def write_shard(
-    file: Path, split: Any, dtype: Any, pieces: Sequence[Any], text: int
+    file: Path, split: str, data: np.ndarray, documents: int, size: int
 ) -> Shard:
-    """Write one array per document as one shard; `text` is their bytes."""
-    data = np.concatenate(pieces).astype(dtype)
-    sha256, raw = write_atomically(file, [data]), data.tobytes()
-    blocks = tuple(zlib.crc32(raw[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK))
-    sizes = len(pieces), text, len(data)
-    return Shard(file.name, split, dtype, *sizes, sha256, blocks)
+    """Write a number for each token of some documents, `size` bytes of text."""
+    raw = data.tobytes()
+    sha256 = write_atomically(file, [raw])
+    blocks = [zlib.crc32(raw[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK)]
+    sizes = documents, size, len(data)
+    return Shard(file.name, split, data.dtype.str, *sizes, sha256, blocks)
 
 
 def file_sha256(path: Path) -> str:
@@ -67,47 +65,43 @@ class ShardStream:
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard]):
-        self._shards, self._folder = list(shards), folder
+        self._folder, self._shards = folder, shards
         self._maps = [np.memmap(folder / s.name, s.dtype, mode="r") for s in shards]
-        self._ends = np.cumsum([len(part) for part in self._maps]).tolist()
-        self._read = [np.zeros(len(s.blocks), bool) for s in shards]
+        self._starts = np.cumsum([0, *map(len, self._maps)])
+        self._checked = [np.zeros(len(s.blocks), bool) for s in shards]
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return int(self._starts[-1])
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, stride = part.indices(len(self))
-        if stride != 1:
-            raise ValueError("only contiguous slices can be read")
-        pieces: list[np.ndarray] = []
-        number = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            base = self._ends[number] - len(self._maps[number])
-            end = min(stop, self._ends[number])
-            pieces.append(self._piece(number, start - base, end - base))
-            start, number = end, number + 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else self._maps[0][:0]
+        start, stop, _ = part.indices(len(self))
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        behind = int(np.searchsorted(self._starts, stop))
+        pieces = [self._maps[0][:0]]
+        for number in range(first, behind):
+            begin = int(self._starts[number])
+            pieces.append(self._piece(number, max(0, start - begin), stop - begin))
+        return np.concatenate(pieces)
 
     def _piece(self, number: int, start: int, stop: int) -> np.ndarray:
-        shard, array = self._shards[number], self._maps[number]
+        """Part of a shard, checked."""
+        shard, array = self._shards[number], self._maps[number][:stop]
         per_block = _BLOCK // array.itemsize
-        for block in range(start // per_block, -(-stop // per_block)):
-            if not self._read[number][block]:
-                content = array[block * per_block : (block + 1) * per_block]
+        for block in range(start // per_block, -(-len(array) // per_block)):
+            if not self._checked[number][block]:
+                content = self._maps[number][block * per_block :][:per_block]
                 check(
                     zlib.crc32(content.tobytes()) == shard.blocks[block],
                     f"{self._folder / shard.name}: altered since it was written (block "
                     f"{block:,}); put that file back or prepare the folder anew",
                 )
-                self._read[number][block] = True
-        return array[start:stop]
+                self._checked[number][block] = True
+        return array[start:]
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A complete folder of shards, its sizes checked."""
+    """A folder of shards, its sizes checked."""
 
     path: Path
     shards: tuple[Shard, ...]
@@ -147,52 +141,40 @@ class Folder:
 
     def verify(self) -> None:
         """Read every file and compare its checksum; all that differ are named."""
-        files = [(self.path / shard.name, shard.sha256) for shard in self.shards]
-        files.append((self.path / tok.FILE, self.index["tokenizer"]["sha256"]))
-        bad = [path.name for path, sha in files if file_sha256(path) != sha]
+        files = {shard.name: shard.sha256 for shard in self.shards}
+        files[tok.FILE] = self.index["tokenizer"]["sha256"]
+        bad = [n for n, sha in files.items() if file_sha256(self.path / n) != sha]
         said = f"altered since it was written: {', '.join(bad)}"
         check(not bad, f"{self.path}: {said}; prepare the folder anew")
 
 
-def size_problems(folder: Path, shards: Iterable[Shard]) -> list[str]:
-    """What is wrong with the sizes of the files, in words."""
-    found = []
-    for shard in shards:
-        wanted, path = (
-            shard.tokens * np.dtype(shard.dtype).itemsize,
-            folder / shard.name,
-        )
-        if not path.exists():
-            found.append(f"{shard.name} is missing")
-        elif (size := path.stat().st_size) != wanted:
-            found.append(f"{shard.name} has {size:,} bytes instead of {wanted:,}")
-    return found
+def open_folder(path: Path, *, finished: bool = True) -> Folder:
+    """Read the index and check that every file is there in its full size.
 
-
-def read_entries(path: Path) -> tuple[dict[str, Any], tuple[Shard, ...]]:
-    """The content of `index.json` or `progress.json`, and its shards."""
-    content = read_json(path)
-    return content, tuple(Shard(**record) for record in content["shards"])
-
-
-def open_folder(path: Path) -> Folder:
-    """Read the index and check that every file is there in its full size."""
-    said = f"{path}: no {INDEX} in it: not a folder of token shards, or one whose"
+    A preparation that was stopped is refused unless `finished` is False.
+    """
     there = (path / INDEX).is_file()
-    check(there, f"{said} preparation was interrupted; run examples.prepare again")
-    index, shards = read_entries(path / INDEX)
+    check(there, f"{path}: no {INDEX} in it; put it back or prepare the folder anew")
+    index = read_json(path / INDEX)
     known = index.get("format") == FORMAT
     check(known, f"{path / INDEX}: not of the format {FORMAT!r}; prepare it anew")
-    problems = size_problems(path, shards)
-    if not (path / tok.FILE).is_file():
-        problems.append(f"{tok.FILE} is missing")
+    said = "its preparation was interrupted; run examples.prepare again"
+    check(index.get("finished", True) or not finished, f"{path}: {said}")
+    shards = tuple(Shard(**record) for record in index["shards"])
+    problems = [f"{tok.FILE} is missing"] if not (path / tok.FILE).is_file() else []
+    for shard in shards:
+        wanted = shard.tokens * np.dtype(shard.dtype).itemsize
+        if not (path / shard.name).exists():
+            problems.append(f"{shard.name} is missing")
+        elif (size := (path / shard.name).stat().st_size) != wanted:
+            problems.append(f"{shard.name} has {size:,} bytes instead of {wanted:,}")
     check(not problems, f"{path}: {'; '.join(problems)}; prepare the folder anew")
     return Folder(path, shards, index)
 
 
 def find(paths: Sequence[str]) -> Folder | None:
     """The folder of shards among `--data` paths; None if they are text."""
-    marks = (INDEX, PROGRESS, "train_00000.bin")
+    marks = (INDEX, "train_00000.bin")
     found = [p for p in map(Path, paths) if any((p / m).exists() for m in marks)]
     if not found:
         return None

@@ -6,12 +6,11 @@ may be compressed with xz or gzip.
 """
 
 import codecs
-import hashlib
 import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +24,46 @@ _KINDS = (".txt", ".jsonl")
 SUFFIXES = tuple(kind + packed for kind in _KINDS for packed in ("", *_DECODERS))
 SEPARATOR = b"<|endoftext|>"
 _CHUNK = 1 << 20
-
-
-def text_hash(document: bytes) -> bytes:
-    """Equal for equal texts; whether the last line has an end makes no difference."""
-    return hashlib.sha256(document.rstrip(b"\r\n")).digest()
-
-
-def cut(text: bytes, size: int) -> bytes:
-    """The first `size` bytes, less a character that the cut would break."""
-    while 0 < size < len(text) and text[size] & 0xC0 == 0x80:
-        size -= 1
-    return text[:size]
+# A longer text is divided into several documents, so that no file must fit into memory.
+_LONGEST = 1 << 26
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
     """The bytes of the file, decompressed: every stream of it.
 
-    `lzma.open` and `gzip.open` are not used: what follows the first stream and is no
-    valid stream is ignored by the one, and zeros in its place by the other, so that
-    text could be lost without a word.
+    `lzma.open` is not used: it ignores what follows the first stream and is no valid
+    stream, so that text could be lost without a word.
     """
-    make_decoder = _DECODERS.get(path.suffix)
-    decoder, streams = None, 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            if make_decoder is None:
-                yield chunk
-                continue
+        chunks = iter(lambda: file.read(_CHUNK), b"")
+        make_decoder = _DECODERS.get(path.suffix)
+        if make_decoder is None:
+            yield from chunks
+            return
+        decoder = make_decoder()
+        for chunk in chunks:
             while chunk:
-                if decoder is None:
-                    chunk = chunk.lstrip(b"\0")  # padding is allowed between streams
-                    if not chunk:
-                        break
-                    decoder, streams = make_decoder(), streams + 1
-                yield decoder.decompress(chunk)
-                chunk = decoder.unused_data if decoder.eof else b""
-                decoder = None if decoder.eof else decoder
-    if decoder is not None:
-        raise EOFError("the file ends inside a compressed stream")
-    if make_decoder is not None and not streams:
-        raise EOFError("the file holds no compressed stream")
+                if decoder.eof:  # another stream, or padding, which is allowed
+                    chunk = chunk.lstrip(b"\0")
+                    decoder = make_decoder() if chunk else decoder
+                else:
+                    yield decoder.decompress(chunk)
+                    chunk = decoder.unused_data
+        if not decoder.eof:
+            raise EOFError("the file ends inside a compressed stream")
 
 
-class _Chunks(io.RawIOBase):
-    """Chunks of bytes as a file, which `io.BufferedReader` divides into lines."""
-
-    def __init__(self, chunks: Iterator[bytes]):
-        self._chunks = (memoryview(chunk) for chunk in chunks if chunk)
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._chunks, memoryview(b""))
-        size = min(len(buffer), len(self._rest))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
-        return size
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines, their ends kept, in time linear in their length."""
+    parts: list[bytes] = []
+    for chunk in chunks:
+        for part in io.BytesIO(chunk):
+            parts.append(part)
+            if part.endswith(b"\n"):
+                yield b"".join(parts)
+                parts = []
+    if parts:
+        yield b"".join(parts)
 
 
 class Reader:
@@ -90,13 +71,11 @@ class Reader:
 
     Args:
       field: the field of a JSON record that holds the text.
-      limit: bytes to read of all files together (0: all); a text document is cut there.
       skip_bad: leave out lines that cannot be read.
     """
 
-    def __init__(self, field: str = "text", limit: int = 0, skip_bad: bool = False):
-        self._field, self._room, self._skip_bad = field, limit or None, skip_bad
-        self.skipped, self.is_cut = 0, False
+    def __init__(self, field: str = "text", skip_bad: bool = False):
+        self._field, self._skip_bad, self.skipped = field, skip_bad, 0
 
     def documents(self, paths: Sequence[Path]) -> Iterator[bytes]:
         """The UTF-8 documents of the files; blank ones between separators go."""
@@ -110,97 +89,64 @@ class Reader:
             raise UserError(message)
         self.skipped += 1
 
-    def _raw_lines(self, path: Path) -> Iterator[bytes]:
-        """Lines up to the limit, the last of them cut between characters."""
-        file = io.BufferedReader(_Chunks(_chunks(path)), _CHUNK)
-        while True:
-            line = file.readline(-1 if self._room is None else self._room + 4)
-            if self._room is not None and len(line) > self._room:
-                line, self._room, self.is_cut = cut(line, self._room), 0, True
-            elif self._room is not None:
-                self._room -= len(line)
-            if not line:
-                return
-            yield line
-
-    def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """Numbered lines, line ends kept. A byte order mark that begins a file goes."""
+    def _lines(self, path: Path) -> Iterator[tuple[str, bytes]]:
+        """The place and the bytes of each line. A byte order mark goes."""
         number = 0
         try:
-            for number, line in enumerate(self._raw_lines(path), start=1):
+            for number, line in enumerate(_split_lines(_chunks(path)), start=1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                place = f"{path}, line {number}"
                 try:
                     line.decode("utf-8")
                 except UnicodeDecodeError as error:
-                    byte, column = line[error.start], error.start + 1
-                    where = f"byte 0x{byte:02x} at column {column}"
-                    self._bad(f"{path}, line {number}: invalid UTF-8 ({where})")
+                    self._bad(f"{place}: invalid UTF-8 ({error})")
                 else:
-                    yield number, line
-        except (lzma.LZMAError, zlib.error, EOFError) as error:
-            kind = path.suffix.removeprefix(".")
-            said = f"corrupt or truncated {kind} data ({error})"
-            raise UserError(f"{path}, after line {number}: {said}") from None
-        except OSError as error:
-            said = error.strerror or error
-            raise UserError(f"{path}, after line {number}: {said}") from None
+                    yield place, line
+        except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
+            damaged = "" if isinstance(error, OSError) else "corrupt or truncated: "
+            said = f"{path}, after line {number}: {damaged}{error}"
+            raise UserError(said) from None
 
     def _records(self, path: Path) -> Iterator[bytes]:
-        for number, line in self._lines(path):
-            if not line.strip() or self.is_cut:
+        for place, line in self._lines(path):
+            if not line.strip():
                 continue
             try:
-                text = json.loads(line)[self._field]
-                yield text.encode("utf-8")
+                document = json.loads(line)[self._field].encode("utf-8")
             except (KeyError, TypeError, AttributeError, IndexError):
-                self._bad(f'{path}, line {number}: no string field "{self._field}"')
-            except UnicodeEncodeError:
-                said = f'lone surrogate in "{self._field}"'
-                self._bad(f"{path}, line {number}: {said}")
-            except (ValueError, RecursionError) as error:
-                self._bad(f"{path}, line {number}: invalid JSON ({error})")
+                self._bad(f'{place}: no string field "{self._field}"')
+            except (ValueError, RecursionError) as error:  # or a lone surrogate
+                self._bad(f"{place}: invalid JSON ({error})")
+            else:
+                yield document
 
     def _texts(self, path: Path) -> Iterator[bytes]:
-        lines: list[bytes] = []
+        lines, size = list[bytes](), 0
         for _, line in self._lines(path):
-            if line.strip() == SEPARATOR:
-                yield b"".join(lines)
-                lines = []
-            else:
+            separator = line.strip() == SEPARATOR
+            if not separator:
                 lines.append(line)
+                size += len(line)
+            if separator or size >= _LONGEST:
+                yield b"".join(lines)
+                lines, size = [], 0
         yield b"".join(lines)
-
-
-def _files_below(path: Path) -> tuple[list[Path], list[str]]:
-    """Text files below a path, sorted, and the names of other files seen."""
-    check(path.exists(), f"--data {path}: no such file or folder")
-    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-    inside = [entry for entry in inside if entry.is_file()]
-    texts = [entry for entry in inside if entry.name.endswith(SUFFIXES)]
-    said = "no text file in it" if path.is_dir() else "not a text file"
-    check(bool(texts), f"--data {path}: {said} ({' '.join(SUFFIXES)})")
-    return texts, [entry.name for entry in inside if entry not in set(texts)]
 
 
 def find_texts(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[str]]:
     """Training files, files named val*, and the names of other files seen."""
-    found = [_files_below(Path(path)) for path in paths]
-    files = list(dict.fromkeys(file for texts, _ in found for file in texts))
-    others = [name for _, names in found for name in names]
-    val = [path for path in files if path.name.startswith("val")]
-    if len(val) == len(files):  # then the names are no sign of a split
-        val = []
-    return [path for path in files if path not in set(val)], val, others
-
-
-def some(names: Sequence[object], shown: int = 5) -> str:
-    """The first few of some names, and how many more there are."""
-    rest = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(map(str, names[:shown])) + rest
-
-
-def check_val(documents: Collection[bytes], files: Sequence[Path]) -> None:
-    """Files named val* must hold something."""
-    meaning = "files named val* are the validation text: fill it, or remove it to hold"
-    said = f"{some(files)}: no text in it; {meaning} out a part of the other text"
-    check(bool(documents) or not files, said)
+    files, others = dict[Path, None](), list[str]()  # each file once, in order
+    for path in map(Path, paths):
+        check(path.exists(), f"--data {path}: no such file or folder")
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        inside = [entry for entry in inside if entry.is_file()]
+        texts = [entry for entry in inside if entry.name.endswith(SUFFIXES)]
+        said = "no text file in it" if path.is_dir() else "not a text file"
+        check(bool(texts), f"--data {path}: {said} ({' '.join(SUFFIXES)})")
+        files |= dict.fromkeys(texts)
+        others += [entry.name for entry in inside if not entry.name.endswith(SUFFIXES)]
+    val = dict.fromkeys(path for path in files if path.name.startswith("val"))
+    train = [path for path in files if path not in val]
+    if not train:  # then the names are no sign of a split
+        return list(files), [], others
+    return train, list(val), others

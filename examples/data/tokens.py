@@ -1,11 +1,13 @@
 """Turn documents into one stream of token ids, each document ended by a separator."""
 
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from examples.files import write_atomically
 from examples.options import UserError, check
@@ -13,6 +15,9 @@ from examples.options import UserError, check
 END = "<|endoftext|>"
 FILE = "tokenizer.json"
 _KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")
+# Documents that are tokenized together, on all cores. What the library returns takes a
+# hundred bytes a token, so that not too many may be held at once.
+_AT_ONCE = 128
 
 
 class ByteTokenizer:
@@ -55,9 +60,11 @@ class SubwordTokenizer:
             end_id, self.vocab_size = self.vocab_size, self.vocab_size + 1
         self.end_id = end_id
 
-    def _encode(self, documents: Sequence[bytes]) -> Any:
-        texts = [document.decode("utf-8") for document in documents]
-        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+    def _encode(self, documents: Sequence[bytes]) -> Iterator[Any]:
+        for first in range(0, len(documents), _AT_ONCE):
+            part = documents[first : first + _AT_ONCE]
+            texts = [document.decode("utf-8") for document in part]
+            yield from self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.asarray(item.ids, np.int32) for item in self._encode(documents)]
@@ -94,27 +101,18 @@ def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.
     return np.diff(byte_at[ends], prepend=0)
 
 
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers  # only subword runs need this library
-
-        return tokenizers
-    except ImportError:
-        said = "--tokenizer: the package 'tokenizers' is not installed"
-        raise UserError(said) from None
-
-
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:
-    """Train a byte-level BPE on the documents."""
-    lib = _import_tokenizers()
-    tokenizer = lib.Tokenizer(lib.models.BPE())
-    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = lib.decoders.ByteLevel()
-    trainer = lib.trainers.BpeTrainer(
+    """Train a byte-level BPE on the documents; a terminal shows how far it is."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END],
-        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
     )
     texts = (document.decode("utf-8") for document in documents)
     tokenizer.train_from_iterator(texts, trainer=trainer)
@@ -127,11 +125,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         text = path.read_text(encoding="utf-8")
         if json.loads(text)["model"].get("type") == "bytes":
             return ByteTokenizer()
-        tokenizer = _import_tokenizers().Tokenizer.from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except OSError as error:
         raise UserError(f"--tokenizer {path}: {error.strerror}") from None
-    except UserError:
-        raise
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
     return SubwordTokenizer(tokenizer, str(path))

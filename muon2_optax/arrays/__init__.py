@@ -1,1 +1,1 @@
-"""Lists of arrays: traced once for each shape, stacked and split again."""
+"""Tools for lists of arrays: trace them once for each shape, stack and split them."""

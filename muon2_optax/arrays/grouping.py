@@ -1,4 +1,4 @@
-"""Lists whose items run together where they are alike."""
+"""Splits lists into groups of items that are alike, which then run together."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -8,7 +8,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def grouped(
+def run_in_groups(
     items: Sequence[T],
     key: Callable[[T], Hashable],
     fn: Callable[[list[T]], Iterable[R]],
@@ -45,5 +45,5 @@ def consecutive(
 
 
 def even_size(count: int, most: int) -> int:
-    """The size of groups, of no more than ``most``, that are as equal as can be."""
+    """The size of groups if ``count`` items are split evenly, at most ``most`` each."""
     return -(-count // -(-count // most))

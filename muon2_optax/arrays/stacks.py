@@ -1,9 +1,10 @@
-"""Stacks of matrices that are kept as lists of parts, one after the other on axis 0."""
+"""Stacks of matrices (count, m, n) that are kept as lists of parts along axis 0."""
 
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
@@ -12,10 +13,10 @@ from muon2_optax.arrays.grouping import consecutive, even_size
 
 
 def concatenate_few(parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """Concatenates the parts a few at a time, so that a stack of them is written fast.
+    """Concatenates the parts a few at a time, which XLA does faster.
 
-    It helps only where something is done to the results before they are concatenated in
-    turn: XLA merges back-to-back concatenates.
+    Something must be done to the results before they are concatenated in turn, because
+    XLA merges back-to-back concatenates.
     """
     if not parts:
         return []
@@ -25,7 +26,7 @@ def concatenate_few(parts: Sequence[jax.Array]) -> list[jax.Array]:
 
 @tracing.each
 def to_stacks(x: jax.Array) -> jax.Array:
-    """Stacks (count, m, n) of a list of leaves (..., m, n)."""
+    """Reshapes a list of leaves (..., m, n) to stacks (count, m, n)."""
     return x.reshape(-1, *x.shape[-2:])
 
 
@@ -35,8 +36,30 @@ def reshape_like(y: jax.Array, x: jax.Array) -> jax.Array:
     return y.reshape(x.shape).astype(x.dtype)
 
 
+def run_concatenated(
+    fn: Callable[..., Sequence[jax.Array]], rows: Sequence[Sequence[jax.Array]]
+) -> list[tuple[jax.Array, ...]]:
+    """Runs ``fn`` once on rows of stacks, concatenated, and splits its results.
+
+    The stacks of a row have equal lengths, and so have the results. Barriers keep the
+    copies out of the programs of ``fn``, which would have all stacks for operands.
+    """
+    ends = np.cumsum([len(row[0]) for row in rows])[:-1]
+    whole = jax.lax.optimization_barrier([_concatenate(c) for c in zip(*rows)])
+    done = jax.lax.optimization_barrier(list(fn(*whole)))
+    return list(zip(*(jnp.split(x, ends) for x in done)))
+
+
+def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
+    """Concatenates a few at a time until there is one."""
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = jax.lax.optimization_barrier(concatenate_few(parts))
+    return parts[0]
+
+
 def slice_parts(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:
-    """Members ``low`` to ``high`` of the whole stack, as slices of the parts."""
+    """Cuts members ``low`` to ``high`` of the whole stack out of its parts."""
     found, start = [], 0
     for part in parts:
         first, last = max(low - start, 0), min(high - start, len(part))
@@ -54,10 +77,10 @@ def run_in_chunks(
 ) -> list[jax.Array]:
     """Runs ``fn(first, members)`` on ``size`` members at a time.
 
-    ``fn`` may return its members in other parts than it was given; what comes back is
-    in the parts of ``parts``. Chunks bound the memory: compilers finish one of them, or
-    two, before they go on. They are written out one after the other, because a loop
-    would need all members in one array first.
+    ``fn`` may return its members in other parts than it was given; the results come
+    back in parts like ``parts``. Chunks bound the memory, because XLA finishes one or
+    two of them before it goes on. They are written out one after the other, because a
+    loop would need all members in one array first.
     """
     count = sum(map(len, parts))
     done: list[jax.Array] = []
@@ -76,10 +99,10 @@ def run_in_chunks(
 
 
 def sum_rows(parts: Sequence[jax.Array]) -> jax.Array:
-    """Sums along axis 1 of all parts (count, length), which may differ in length.
+    """Sums all parts (count, length), which may differ in length, along axis 1.
 
-    Parts in a row that have one length are concatenated first, a few at a time: XLA
-    compiles small programs that serve many parts.
+    Successive parts of one length are concatenated first, a few at a time, so that a
+    few small programs serve many parts.
     """
     sums = []
     for few in consecutive(
@@ -90,18 +113,18 @@ def sum_rows(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def store_row_major(x: jax.Array) -> jax.Array:
-    """Keeps XLA from storing ``x``, and all that it is made of, transposed."""
+    """Keeps XLA from storing ``x``, and what it is computed from, transposed."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def vary_like(x: jax.Array, *operands: jax.Array) -> jax.Array:
-    """Marks a kernel's result as varying over a ``shard_map``'s axes, as operands do.
+    """Marks a kernel's result as varying over the axes over which the operands vary.
 
-    JAX does not mark the results of kernels, and a ``shard_map`` that checks would
-    refuse them.
+    JAX does not mark the results of kernels, and a ``shard_map`` with ``check_vma``
+    would refuse them.
     """
     if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         for y in operands:
-            # XLA sees that both values are the same, JAX that the choice depends on y.
+            # JAX sees a choice that depends on y; XLA sees that both values are equal.
             x = jnp.where(y[(0,) * y.ndim] > 0, x, x)
     return x

@@ -1,8 +1,8 @@
-"""Functions of leaves that are traced and lowered once for all that are alike.
+"""Decorators for functions of leaves: leaves that are alike share one trace.
 
-A step has hundreds of leaves of few shapes, and JAX takes as long to trace and to
-lower them as XLA takes to compile what is left. Calls are inlined there, so that the
-programs are the same.
+A step has hundreds of leaves of few shapes. If each were traced and lowered by itself,
+JAX would take as long as XLA takes to compile the step. XLA inlines the calls, so the
+compiled program is the same either way.
 """
 
 import functools
@@ -20,21 +20,22 @@ R = TypeVar("R")
 
 
 def once(fn: Callable[P, R]) -> Callable[P, R]:
-    """``fn`` under ``jax.jit``, with its keyword-only parameters as static ones.
+    """Puts ``fn`` under ``jax.jit``, with its keyword-only parameters as static ones.
 
-    While something is traced only: outside, each new setting would be compiled. And not
-    where a setting is an array, as under ``optax.inject_hyperparams``: numbers known
-    while tracing are computed with in Python, in higher precision.
+    They are static because numbers that are known while tracing are computed with in
+    Python, in higher precision. Where one of them is an array, as under
+    ``optax.inject_hyperparams``, ``fn`` runs as it is. So it does where nothing is
+    traced, because each new setting would be compiled.
     """
-    return _shared(fn, _settings(fn))
+    return _share_traces(fn, _settings(fn))
 
 
 def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
-    """``fn`` of one leaf, as a function of lists of leaves, all of one length.
+    """Makes of a function of one leaf a function of lists of leaves of one length.
 
-    What comes back is ``[fn(*row) for row in zip(*lists)]``, with keyword-only
-    parameters as for ``once``. Rows that follow each other with equal shapes and dtypes
-    are traced ``limits.LEAVES_PER_CALL`` in a call, and calls of equal rows once.
+    It returns ``[fn(*row) for row in zip(*lists)]``, with keyword-only parameters as in
+    ``once``. Successive rows of equal shapes and dtypes share a call,
+    ``limits.LEAVES_PER_CALL`` at a time, and equal calls share a trace.
     """
     leaf = once(fn)
 
@@ -42,11 +43,11 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
         return [leaf(*row, **kwargs) for row in rows]
 
     few.__name__ = fn.__name__  # for profiles
-    together = _shared(few, _settings(fn))
+    together = _share_traces(few, _settings(fn))
 
     def kind(row: Sequence[jax.Array]) -> Any:
-        # Rows that are not traced stay out of calls, which would compile them.
-        return _traced(row), [(x.shape, x.dtype) for x in row]
+        # Rows that are not traced are kept out of the calls, which would compile them.
+        return _is_traced(row), [(x.shape, x.dtype) for x in row]
 
     @functools.wraps(fn)
     def call(*lists: Iterable[jax.Array], **kwargs: Any) -> list[R]:
@@ -59,27 +60,27 @@ def each(fn: Callable[..., R]) -> Callable[..., list[R]]:
 
 
 def _settings(fn: Callable[..., Any]) -> list[str]:
-    """Names of the keyword-only parameters."""
+    """The names of the keyword-only parameters."""
     kinds = inspect.signature(fn).parameters.items()
     return [n for n, p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-def _shared(fn: Callable[P, R], settings: Sequence[str]) -> Callable[P, R]:
+def _share_traces(fn: Callable[P, R], settings: Sequence[str]) -> Callable[P, R]:
     shared = jax.jit(fn, static_argnames=settings)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        run = shared if _traced(args) and _hashable(kwargs.values()) else fn
+        run = shared if _is_traced(args) and _are_hashable(kwargs.values()) else fn
         return run(*args, **kwargs)
 
     return call
 
 
-def _traced(args: Any) -> bool:
+def _is_traced(args: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
 
 
-def _hashable(values: Iterable[Any]) -> bool:
+def _are_hashable(values: Iterable[Any]) -> bool:
     try:
         hash(tuple(values))
     except TypeError:

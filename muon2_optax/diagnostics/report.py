@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import moments, trees
+from muon2_optax import averages, dtypes, moments, trees
 from muon2_optax.arrays import stacks
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.diagnostics import spectra
 from muon2_optax.diagnostics.spectra import (
     cosine_to_polar,
@@ -30,8 +30,8 @@ from muon2_optax.execution import dispatch
 from muon2_optax.execution.factored_moment import root_of_outer
 from muon2_optax.optimizers.muon2_f import FactorizedSecondMomentState
 from muon2_optax.rules import MatrixRules
-from muon2_optax.schedules import coefficients
-from muon2_optax.schedules.coefficients import Plan
+from muon2_optax.schedules import plans
+from muon2_optax.schedules.plans import Plan
 from muon2_optax.sharding import locate
 
 _MOMENTS = (
@@ -105,7 +105,7 @@ def orthogonalization_report(
     '4.00'
     """
     rules = MatrixRules() if rules is None else rules
-    plan = coefficients.resolve(ns_coeffs, ns_steps)
+    plan = plans.resolve(ns_coeffs, ns_steps)
     zones = convergence_zones(ns_coeffs, ns_steps, tolerance)
     inputs: dict[str, jax.Array] = {}
     for state in jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, _MOMENTS)):
@@ -155,7 +155,7 @@ def _map_by_shape(
             for x, part, end in zip(xs, flat, ends)
         ]
 
-    return dict(zip(inputs, grouped(list(inputs.values()), key, run)))
+    return dict(zip(inputs, run_in_groups(list(inputs.values()), key, run)))
 
 
 def _cut(tree: Any, start: int, end: int, batch: tuple[int, ...]) -> Any:
@@ -172,12 +172,12 @@ def _inputs(state: Any, rules: MatrixRules, eps: Any) -> list[tuple[str, jax.Arr
         if axes is None:
             continue
         leaves = [mu, *(t[name] for t in statistics)]
-        m, *second = [spectra.wide(spectra.replicated(x)) for x in leaves]
+        m, *second = [dtypes.widen(spectra.replicate(x)) for x in leaves]
         if len(second) == 1:
-            m = m / moments.divisor(jnp.sqrt(second[0]), eps)
+            m = m / averages.divisor(jnp.sqrt(second[0]), eps)
         elif second:
             root = root_of_outer(second[0], second[1], axes)
-            m = m / moments.divisor(root, eps)
+            m = m / averages.divisor(root, eps)
         several = len(axes.splits) > 1
         for i, block in enumerate(axes.to_blocks(m)):
             found.append((f"{name}[{i}]" if several else name, block))

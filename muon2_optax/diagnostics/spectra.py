@@ -9,16 +9,16 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import dtypes, iteration
+from muon2_optax import dtypes, iteration, roots
 from muon2_optax.schedules.coefficients import Frobenius
-from muon2_optax.sharding import replicated
+from muon2_optax.sharding import replicate
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def singular_values(x: jax.Array) -> jax.Array:
     """Singular values of each matrix, (..., min(m, n)), descending."""
-    x, largest = _scaled(x)
+    x, largest = _scale_to_unit(x)
     return largest[..., 0] * jnp.linalg.svd(x, compute_uv=False)
 
 
@@ -36,7 +36,7 @@ def effective_rank(x: jax.Array) -> jax.Array:
 def stable_rank(x: jax.Array) -> jax.Array:
     """Squared Frobenius norm over squared spectral norm, (...); 0 for a zero matrix."""
     s = singular_values(x)
-    return jnp.sum(jnp.square(s / _positive(s[..., :1])), axis=-1)
+    return jnp.sum(jnp.square(s / roots.replace_zero(s[..., :1])), axis=-1)
 
 
 def cosine_to_polar(o: jax.Array, x: jax.Array, rtol: float | None = None) -> jax.Array:
@@ -54,11 +54,11 @@ def cosine_to_polar(o: jax.Array, x: jax.Array, rtol: float | None = None) -> ja
     Returns:
       Real array (...); 0 where o or x is zero.
     """
-    u, s, vh = jnp.linalg.svd(_scaled(x)[0], full_matrices=False)
+    u, s, vh = jnp.linalg.svd(_scale_to_unit(x)[0], full_matrices=False)
     rtol = 10 * float(jnp.finfo(s.dtype).eps) if rtol is None else rtol
     kept = s > rtol * s[..., :1]
     exact = jnp.matmul(u * kept[..., None, :], vh, precision=_HIGHEST)
-    direction = iteration.normalize(replicated(o), Frobenius())[0]
+    direction = iteration.normalize(replicate(o), Frobenius())[0]
     inner = jnp.sum((direction.conj() * exact).real, axis=(-2, -1))
     return inner / jnp.sqrt(jnp.maximum(jnp.sum(kept, axis=-1), 1))
 
@@ -79,7 +79,7 @@ def orthogonality_error(
     """
     if norm not in ("mean", "frobenius", "spectral"):
         raise ValueError(f"unknown norm {norm!r}; want mean, frobenius or spectral")
-    q = wide(replicated(q))
+    q = dtypes.widen(replicate(q))
     q = iteration.adjoint(q) if q.shape[-2] > q.shape[-1] else q
     gram = jnp.matmul(q, iteration.adjoint(q), precision=_HIGHEST)
     error = jnp.abs(jnp.linalg.eigvalsh(gram) - 1)
@@ -90,26 +90,17 @@ def orthogonality_error(
     return jnp.sqrt(jnp.sum(jnp.square(error), axis=-1))
 
 
-def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scale_to_unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x with a largest magnitude of 1, out of reach of under- and overflow."""
     if x.ndim < 2:
         raise ValueError(f"want matrices (..., m, n), got shape {x.shape}")
-    x = wide(replicated(x))
+    x = dtypes.widen(replicate(x))
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    return x / _positive(largest), largest
+    return x / roots.replace_zero(largest), largest
 
 
 def entropy_rank(s: jax.Array) -> jax.Array:
     """``effective_rank`` from singular values (..., k)."""
     total = jnp.sum(s, axis=-1, keepdims=True)
-    entropy = jnp.sum(jax.scipy.special.entr(s / _positive(total)), axis=-1)
+    entropy = jnp.sum(jax.scipy.special.entr(s / roots.replace_zero(total)), axis=-1)
     return jnp.where(total[..., 0] == 0, 0, jnp.exp(entropy))
-
-
-def _positive(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 1, x)
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """x in float32 or better."""
-    return x.astype(dtypes.compute_dtype(x.dtype))

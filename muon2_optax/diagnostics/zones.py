@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from muon2_optax import dtypes
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 from muon2_optax.schedules.coefficients import quintic
 
 
@@ -38,15 +38,15 @@ def scalar_map(ns_coeffs: Any, ns_steps: int | jax.Array, s: Any) -> jax.Array:
     """What K steps make of singular values s (any shape) that enter the first step.
 
     The normalization before that step is not included. Other arguments and errors are
-    those of ``coefficients.resolve``.
+    those of ``plans.resolve``.
     """
-    plan = coefficients.resolve(ns_coeffs, ns_steps)
+    plan = plans.resolve(ns_coeffs, ns_steps)
     s = jnp.asarray(s, dtypes.compute_dtype(jnp.result_type(s)))
     if plan.static:
-        for row in plan.rows:
-            s = quintic(row, s)
+        for triple in plan.triples:
+            s = quintic(triple, s)
         return s
-    table = jnp.asarray(plan.rows, s.dtype)
+    table = jnp.asarray(plan.triples, s.dtype)
     last = table.shape[0] - 1
     return jax.lax.fori_loop(
         0, plan.steps, lambda i, s: quintic(table[jnp.minimum(i, last)], s), s
@@ -64,7 +64,7 @@ def convergence_zones(
     aside too.
 
     Args:
-      ns_coeffs, ns_steps: as in ``coefficients.resolve``.
+      ns_coeffs, ns_steps: as in ``plans.resolve``.
       tolerance: the paper's epsilon.
 
     Raises:
@@ -76,8 +76,8 @@ def convergence_zones(
     """
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance must lie between 0 and 1, got {tolerance}")
-    rows = coefficients.resolve(ns_coeffs, ns_steps).rows
-    first = rows[0] if len(rows) else (1.0, 0.0, 0.0)
+    triples = plans.resolve(ns_coeffs, ns_steps).triples
+    first = triples[0] if len(triples) else (1.0, 0.0, 0.0)
 
     def border(fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
         grid = jnp.concatenate([jnp.zeros(1), jnp.geomspace(1e-8, 1.0, 4096)])

@@ -1,4 +1,4 @@
-"""How the matrices of a tree run: equal shapes as one batch, on any kind of mesh."""
+"""Sends the matrices of a tree to where they run: on their device, or on a mesh."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from muon2_optax import operands
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import on_device, on_mesh
 from muon2_optax.execution.transport import StoredLeaf
 from muon2_optax.kernels import hopper
-from muon2_optax.schedules.coefficients import AOL, Plan
+from muon2_optax.schedules.coefficients import AOL
+from muon2_optax.schedules.plans import Plan
 from muon2_optax.sharding import Shardings, locate
 
 
@@ -28,11 +29,12 @@ def orthogonalize_leaves(
 ) -> list[jax.Array]:
     """Orthogonalizes every matrix of every leaf; shapes, dtypes and shardings stay.
 
-    Leaves on a mesh run there (``on_mesh``), those that are stored alike together. All
-    others run in place (``on_device``), those of equal matrix shape together.
+    Leaves on a mesh run there (``on_mesh``), and those that are stored alike travel
+    together. All others run where they are (``on_device``), and matrices of equal
+    shapes run as one batch.
     """
     locations = [locate(name, x, shardings) for name, x in zip(names, leaves)]
-    # AOL sums along one side only, so a square matrix may not be stored transposed.
+    # AOL scales one side only, so under it square matrices must not be transposed.
     either_way = not isinstance(plan.normalization, AOL)
     stored = [
         StoredLeaf.of(a, location, either_way) if location.on_mesh else None
@@ -58,10 +60,10 @@ def orthogonalize_leaves(
         exchange = functools.partial(
             on_mesh.orthogonalize, stored=known, plan=plan, ns_dtype=ns_dtype
         )
-        # What travels in 16 bits travels as integers, which have no derivative.
-        return hopper.differentiable(exchange, in_place)(*xs)
+        # 16-bit shards travel as integers, which have no derivative.
+        return hopper.add_derivative(exchange, in_place)(*xs)
 
-    return grouped(range(len(leaves)), key, run)
+    return run_in_groups(range(len(leaves)), key, run)
 
 
 def orthogonalize_in_place(
@@ -94,7 +96,7 @@ def orthogonalize_in_place(
 def orthogonalize_by_shape(
     matrices: Sequence[jax.Array], plan: Plan, ns_dtype: Any, undivided: bool
 ) -> list[jax.Array]:
-    """One batched iteration per shape (up to transposition) and dtype."""
+    """Runs one batched iteration for each dtype and shape, transposed ones included."""
 
     def key(x: jax.Array) -> Hashable:
         return tuple(sorted(x.shape[-2:])), jnp.dtype(x.dtype).name
@@ -102,16 +104,16 @@ def orthogonalize_by_shape(
     def run(batch: list[jax.Array]) -> list[jax.Array]:
         return on_device.orthogonalize(batch, plan, ns_dtype, undivided)
 
-    return grouped(matrices, key, run)
+    return run_in_groups(matrices, key, run)
 
 
 def with_automatic_axes(
     fn: Callable[..., list[jax.Array]], xs: Sequence[jax.Array], settings: Any = ()
 ) -> list[jax.Array]:
-    """Runs ``fn(settings, *xs)`` with the compiler choosing the shardings inside.
+    """Runs ``fn(settings, *xs)`` and lets the compiler choose the shardings inside.
 
-    On a mesh with Explicit axes (what ``jax.make_mesh`` makes) a product of sharded
-    operands would need a sharding spelled out for each result.
+    On Explicit axes, which ``jax.make_mesh`` makes, each product of sharded operands
+    would have to spell out the sharding of its result.
     """
     shardings = [jax.typeof(x).sharding for x in xs]
     types = {

@@ -1,4 +1,4 @@
-"""The factored second moment of all leaves: averages r and c, and the root of V-hat."""
+"""The factored second moment of all leaves: averages r and c, and sqrt(V-hat)."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import moments, roots, sharding
+from muon2_optax import averages, roots, sharding
 from muon2_optax.arrays import limits
-from muon2_optax.arrays.grouping import even_size, grouped
+from muon2_optax.arrays.grouping import even_size, run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import mean_squares
 from muon2_optax.sharding import Location, Shardings, locate
@@ -27,7 +27,7 @@ class Leaf(NamedTuple):
 class Moment(NamedTuple):
     """The new averages, and the root of V-hat = r c^T / mean(r).
 
-    The root has as many axes as the leaf, and broadcasts to its shape.
+    The root has the rank of the leaf and broadcasts to its shape.
     """
 
     row: jax.Array
@@ -36,12 +36,12 @@ class Moment(NamedTuple):
 
 
 def zero_averages(p: Any, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
-    """r and c of a parameter that has seen no gradient.
+    """The averages r and c of a parameter that has seen no gradient.
 
-    They are statistics of zeros rather than zeros: on a mesh they come out with the
-    reduced sharding that every later update gives them.
+    They are computed from a leaf of zeros, so that on a mesh they have the reduced
+    shardings that every later update gives them.
     """
-    zeros = sharding.zeros_like(p, moments.second_dtype(p))
+    zeros = sharding.zeros_like(p, averages.second_dtype(p))
     return mean_squares.in_two_passes(zeros, axes)
 
 
@@ -50,9 +50,9 @@ def update_moments(
 ) -> list[Moment]:
     """Averages the squared gradients of every leaf into r and c.
 
-    Small programs keep few of a GPU's multiprocessors busy, and each takes microseconds
-    to start. So the statistics of equal leaves run together where the kernel computes
-    them and all are on one device.
+    The statistics are small: a program for one leaf keeps few of a GPU's
+    multiprocessors busy and takes microseconds to start. So equal leaves run together
+    where the kernel takes them and all are on one device.
     """
     locations = [locate(x.name, x.g, shardings) for x in leaves]
     stackable = [
@@ -64,7 +64,7 @@ def update_moments(
         x = leaves[i]
         if not stackable[i]:
             return i
-        # Types tell over which axes of a shard_map leaves vary.
+        # The types also tell over which axes of a shard_map the leaves vary.
         return *map(jax.typeof, (x.g, x.row, x.col)), x.axes
 
     def run(members: list[int]) -> list[Moment]:
@@ -75,26 +75,26 @@ def update_moments(
         few = (members[i : i + size] for i in range(0, len(members), size))
         return [y for some in few for y in _update_equal([leaves[i] for i in some], b2)]
 
-    return grouped(range(len(leaves)), key, run)
+    return run_in_groups(range(len(leaves)), key, run)
 
 
 def _update_one(x: Leaf, b2: Any, location: Location) -> Moment:
-    """The statistics of one leaf, where it is."""
+    """Updates the averages of one leaf, where it is."""
     row, col = mean_squares.of_leaf(x.g, x.axes, location)
-    r, c = moments.average(x.row, row, b2), moments.average(x.col, col, b2)
+    r, c = averages.average(x.row, row, b2), averages.average(x.col, col, b2)
     return Moment(r, c, root_of_outer(r, c, x.axes))
 
 
 def _update_equal(leaves: Sequence[Leaf], b2: Any) -> list[Moment]:
-    """As ``_update_one``, for leaves of equal shapes and dtypes, in stacks."""
+    """Updates the averages of leaves of equal shapes and dtypes, as stacks of them."""
     axes = leaves[0].axes
     news = mean_squares.of_equal_leaves([x.g for x in leaves], axes)
     olds = jnp.stack([x.row for x in leaves]), jnp.stack([x.col for x in leaves])
-    r, c = (moments.average(old, new, b2) for old, new in zip(olds, news))
+    r, c = (averages.average(old, new, b2) for old, new in zip(olds, news))
     factors = jax.vmap(lambda r, c: root_factors(r, c, axes))(r, c)
-    # The barriers, and indices that XLA does not know, keep it from cutting the stacks
-    # into leaves again, which would take programs for each, and from fusing the passes
-    # over several leaves of one stack.
+    # Without the barriers XLA would cut the stacks into leaves again and run programs
+    # for each. Indices that it does not know keep it from fusing the passes over
+    # several leaves of a stack.
     stacks = jax.lax.optimization_barrier((r, c, *factors))
     places = jax.lax.optimization_barrier([jnp.int32(k) for k in range(len(leaves))])
     parts = jax.lax.optimization_barrier([
@@ -105,9 +105,10 @@ def _update_equal(leaves: Sequence[Leaf], b2: Any) -> list[Moment]:
 
 
 def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """sqrt(r c^T / mean(r)), broadcastable to the parameter, without 0/0 or r c^T.
+    """sqrt(r c^T / mean(r)), which broadcasts to the parameter.
 
-    The product of r and c would leave the range long before its root does.
+    It is the product of two roots: that of r and c would leave the range of the dtype
+    long before its root does. Where r and c are 0 the result is 0.
     """
     along, across = root_factors(row, col, axes)
     return along * across
@@ -116,11 +117,11 @@ def root_of_outer(row: jax.Array, col: jax.Array, axes: ResolvedAxes) -> jax.Arr
 def root_factors(
     row: jax.Array, col: jax.Array, axes: ResolvedAxes
 ) -> tuple[jax.Array, jax.Array]:
-    """sqrt(r) and sqrt(c / mean(r)), each broadcastable to the parameter."""
+    """sqrt(r) and sqrt(c / mean(r)), which broadcast to the parameter."""
     blocks = len(axes.splits)
     rows = [row] if blocks == 1 else [row[..., k] for k in range(blocks)]
     rows = [jnp.expand_dims(r, axes.outs) for r in rows]
-    # Divided before it is summed, as everywhere here.
+    # Divide before summing, because the sum of large squares would overflow.
     means = [jnp.sum(r / axes.fan_in, axis=axes.ins, keepdims=True) for r in rows]
     mean = jnp.maximum(axes.by_block(means), jnp.finfo(row.dtype).tiny)
     share = roots.sqrt(roots.divide(jnp.expand_dims(col, axes.ins), mean))

@@ -1,7 +1,7 @@
 """Inner products of whole matrices, for all leaves of a tree at once.
 
-On a mesh, what the devices have summed over their parts travels together: one
-all-reduce of a few numbers per matrix, however many leaves there are.
+On a mesh every device sums over its parts of all leaves. One all-reduce of a few
+numbers per matrix then adds up these sums, however many leaves there are.
 """
 
 import functools
@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 
 from muon2_optax import dtypes
 from muon2_optax.arrays import tracing
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.sharding import Location, Shardings, locate
 
 
 class InnerProducts(NamedTuple):
-    """|x|^2, Re <x, y> and |y|^2, one number per matrix each (``per_matrix``)."""
+    """|x|^2, Re <x, y> and |y|^2, with one number per matrix as in ``per_matrix``."""
 
     xx: jax.Array
     xy: jax.Array
@@ -29,7 +29,7 @@ class InnerProducts(NamedTuple):
 
 
 def per_matrix(values: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """One number per matrix, shaped to multiply the parameter.
+    """Shapes one number per matrix to multiply the parameter.
 
     Args:
       values: (*batch axes in order), and one more, last, axis of blocks where the rule
@@ -44,16 +44,17 @@ def per_matrix(values: jax.Array, axes: ResolvedAxes) -> jax.Array:
 
 def squared_norms(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     """|x|^2 of every matrix of one leaf, in float32 or better."""
-    return _sums((_square(_widen(x)),), axes, _owners(axes))[0]
+    return _sums((_square(dtypes.widen(x)),), axes, _owners(axes))[0]
 
 
 def of_equal_leaves(
     xs: Sequence[jax.Array], ys: Sequence[jax.Array], axes: ResolvedAxes
 ) -> InnerProducts:
-    """``of_pairs`` of equal leaves on one device, as stacks along a new axis 0.
+    """The inner products of equal leaves on one device, stacked along a new axis 0.
 
-    Each leaf is read by one program, as elsewhere, but what adds up and what follows is
-    one program for all: as many programs as leaves would each take a GPU microseconds.
+    One program reads each leaf, as elsewhere. But one program for all of them adds up
+    what was read and does what follows: starting one for each leaf would take a GPU
+    microseconds each time.
     """
     owners = _owners(axes)
     entries = [_by_block(_products(x, y), axes, owners) for x, y in zip(xs, ys)]
@@ -93,7 +94,7 @@ def of_pairs(
 
     def run(members: list[int]) -> list[InnerProducts]:
         if mesh(members[0]) is None:
-            return [_whole(xs[i], ys[i], axes=axes[i]) for i in members]
+            return [_of_pair(xs[i], ys[i], axes=axes[i]) for i in members]
         found = _across_devices(
             [(xs[i], ys[i]) for i in members],
             tuple(axes[i] for i in members),
@@ -101,11 +102,11 @@ def of_pairs(
         )
         return [InnerProducts(*products) for products in found]
 
-    return grouped(range(len(xs)), mesh, run)
+    return run_in_groups(range(len(xs)), mesh, run)
 
 
 @tracing.once
-def _whole(x: jax.Array, y: jax.Array, *, axes: ResolvedAxes) -> InnerProducts:
+def _of_pair(x: jax.Array, y: jax.Array, *, axes: ResolvedAxes) -> InnerProducts:
     return InnerProducts(*_sums(_products(x, y), axes, _owners(axes)))
 
 
@@ -115,9 +116,9 @@ def _across_devices(
     axes: Sequence[ResolvedAxes],
     places: Sequence[Location],
 ) -> list[tuple[jax.Array, ...]]:
-    """Every device sums its parts of all leaves, and one all-reduce adds them up."""
+    """Sums each device's parts of all leaves, and adds the sums in one all-reduce."""
     mesh = places[0].mesh
-    specs = [PartitionSpec(*_padded(p, len(p.dims))) for p in places]
+    specs = [PartitionSpec(*_full_spec(p, len(p.dims))) for p in places]
 
     def local(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[Any]:
         sums = [
@@ -145,9 +146,9 @@ def _add_up(
 ) -> list[tuple[jax.Array, ...]]:
     """Adds the devices' sums, each (3, *batch, blocks), in one all-reduce.
 
-    Leaves may be divided over different axes of the mesh. All take part in a sum over
-    all of its axes: copies count as one, and the batch indices of other devices are
-    zero here.
+    Leaves may be divided over different axes of the mesh, but the sum runs over all of
+    its axes. So the sums of copies are divided by the number of copies, and each device
+    has zeros for the matrices that only others hold.
     """
     vectors, corners = [], []
     for x, a, place in zip(sums, axes, places):
@@ -176,8 +177,8 @@ def _add_up(
 
 
 def _products(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
-    """|x|^2, Re(conj(x) y) and |y|^2, entry by entry."""
-    x, y = _widen(x), _widen(y)
+    """|x|^2, Re(conj(x) y) and |y|^2 of every entry."""
+    x, y = dtypes.widen(x), dtypes.widen(y)
     product = (x.conj() * y).real if jnp.iscomplexobj(x) else x * y
     return _square(x), product, _square(y)
 
@@ -186,14 +187,10 @@ def _square(x: jax.Array) -> jax.Array:
     return (x.conj() * x).real if jnp.iscomplexobj(x) else x * x
 
 
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(dtypes.compute_dtype(x.dtype))
-
-
 def _sums(
     entries: Sequence[jax.Array], axes: ResolvedAxes, owners: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Sums over each matrix, (*batch) or (*batch, blocks).
+    """Sums over each matrix: (*batch), or (*batch, blocks) where there are several.
 
     Args:
       entries: arrays of the leaf's rank.
@@ -212,7 +209,7 @@ def _sums(
 def _by_block(
     entries: Sequence[jax.Array], axes: ResolvedAxes, owners: jax.Array | None
 ) -> list[list[jax.Array]]:
-    """Each array once per block, zero outside of it."""
+    """Copies each array for each block, with zeros outside of the block."""
     if owners is None:
         return [[x] for x in entries]
     blocks = range(len(axes.splits))
@@ -220,11 +217,12 @@ def _by_block(
 
 
 def _first_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """Means along the last axis where that is a side of the matrices, or whole sums.
+    """The first of two stages of a sum: means along the last axis of the matrices.
 
-    Sums are taken in two stages: XLA adds up one by one on a CPU, and a float32 sum of
-    millions of squares would be off by more than a norm may be. XLA would merge
-    back-to-back sums; the division between them keeps them apart.
+    XLA on a CPU adds up one by one, and a float32 sum of millions of squares in one
+    stage would be off by more than a norm may be. The division between the stages keeps
+    XLA from merging them. Where the last axis is no side of the matrices, or their only
+    one, this stage takes the whole sum.
     """
     sides, last = axes.ins + axes.outs, len(axes.shape) - 1
     if last not in sides or len(sides) == 1:
@@ -233,9 +231,9 @@ def _first_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
 
 
 def _then_sums(x: jax.Array, axes: ResolvedAxes, first: int = 0) -> jax.Array:
-    """The sums over matrices, from what ``_first_sums`` leaves.
+    """The second stage: sums over matrices, from what ``_first_sums`` returns.
 
-    ``first``: axes in front of the leaf's own.
+    ``first`` is the number of axes in front of the leaf's own.
     """
     sides, last = axes.ins + axes.outs, len(axes.shape) - 1
     if last not in sides or len(sides) == 1:
@@ -251,7 +249,7 @@ def _owners(axes: ResolvedAxes) -> jax.Array | None:
 
 
 def _local_owners(axes: ResolvedAxes, place: Location) -> jax.Array | None:
-    """The same for the outputs that this device holds."""
+    """As ``_owners``, for the outputs that this device holds."""
     owners = _owners(axes)
     out = axes.outs[0]
     if owners is None or not place.dims[out]:
@@ -261,11 +259,11 @@ def _local_owners(axes: ResolvedAxes, place: Location) -> jax.Array | None:
     return jax.lax.dynamic_slice_in_dim(owners, start, size, axis=out)
 
 
-def _padded(place: Location, rank: int) -> tuple[Any, ...]:
+def _full_spec(place: Location, rank: int) -> tuple[Any, ...]:
     return tuple(place.spec) + (None,) * (rank - len(place.spec))
 
 
 def _batch_spec(axes: ResolvedAxes, place: Location) -> PartitionSpec:
-    """How one number per matrix is divided: as the batch axes are."""
-    spec = _padded(place, len(axes.shape))
+    """The spec of one number per matrix, which is divided as the batch axes are."""
+    spec = _full_spec(place, len(axes.shape))
     return PartitionSpec(*(spec[a] for a in axes.batch))

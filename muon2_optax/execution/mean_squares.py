@@ -1,4 +1,4 @@
-"""Means of squares along the rows and along the columns of a leaf's matrices."""
+"""Means of the squares of a leaf's matrices, along their rows and their columns."""
 
 import functools
 import math
@@ -8,21 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from muon2_optax import moments, sharding
+from muon2_optax import averages, sharding
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.kernels import hopper
 from muon2_optax.sharding import Axes, Location
 
-# Rows that are averaged first, and the averages then: a reduction across memory, whose
-# two stages give a GPU enough to do at once. In one stage XLA would store all squares.
+# How many rows are averaged in the first of two stages, before their averages are. Two
+# stages give a GPU enough to do at once; in one XLA would store all squares.
 GROUP = 16
 
 
 def can_stack(g: jax.Array, axes: ResolvedAxes, location: Location) -> bool:
-    """Whether ``of_equal_leaves`` serves a leaf: on one device, where the kernel runs.
+    """Whether ``of_equal_leaves`` takes a leaf.
 
-    Not a leaf on a mesh with Explicit axes, though they divide nothing: JAX gives no
-    part of such a leaf to a kernel.
+    It must be on one device and of a shape that the kernel takes. JAX passes no leaf on
+    a mesh with Explicit axes to a kernel, not even if the axes divide nothing.
     """
     mesh = sharding.typed_mesh(g)
     explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
@@ -42,7 +42,7 @@ def of_equal_leaves(
         rows, columns = zip(*(in_two_passes(g, axes, g.shape) for g in gs))
         return jnp.stack(rows), jnp.stack(columns)
 
-    run = hopper.differentiable(cuda, stock)
+    run = hopper.add_derivative(cuda, stock)
     return jax.lax.platform_dependent(*gs, cuda=run, default=stock)
 
 
@@ -62,7 +62,7 @@ def of_leaf(
     """
     part = location.local_shape(g.shape)
     kernel = location.on_mesh and hopper.takes_sums(part, g.dtype, axes)
-    return _of_leaf(g, axes, location.reshapable(g), location if kernel else None)
+    return _of_leaf(g, axes, location.reshapable_sizes(g), location if kernel else None)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -72,23 +72,24 @@ def _of_leaf(
     local: tuple[int | None, ...],
     location: Location | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same; ``local``: each device's shape, as far as it is known.
+    """As ``of_leaf``, on the kernel if a location on a mesh is given.
 
-    On the kernel where a location on a mesh is given. It is decided outside, because
-    whether kernels are on is no part of what JAX's cache of traces compares.
+    Whether that is so is decided by the caller, because JAX's cache of traces does not
+    compare whether kernels are on. ``local`` is each device's shape, as far as it is
+    known.
     """
     stock = functools.partial(in_two_passes, axes=axes, local=local)
     if location is None:
         return stock(g)
     on_mesh = functools.partial(_on_mesh, axes=axes, location=location)
-    cuda = hopper.differentiable(on_mesh, stock)
+    cuda = hopper.add_derivative(on_mesh, stock)
     return jax.lax.platform_dependent(g, cuda=cuda, default=stock)
 
 
 def _on_mesh(
     g: jax.Array, axes: ResolvedAxes, location: Location
 ) -> tuple[jax.Array, jax.Array]:
-    """On the kernel, each device on its own part."""
+    """Runs the kernel, on each device for its own part."""
     spec = tuple(location.spec) + (None,) * (g.ndim - len(location.spec))
 
     def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,7 +109,7 @@ def _on_mesh(
 def _in_order(
     pair: tuple[jax.Array, jax.Array], axes: ResolvedAxes
 ) -> tuple[jax.Array, jax.Array]:
-    """Means of rows and of columns as those over outputs and over inputs."""
+    """Turns means of rows and of columns into means over outputs and over inputs."""
     return pair if axes.ins == (len(axes.shape) - 2,) else pair[::-1]
 
 
@@ -117,9 +118,12 @@ def _on_kernel(
     whole: Sequence[int],
     over: Sequence[Axes] = ((), ()),
 ) -> tuple[jax.Array, jax.Array]:
-    """Means along rows and along columns of leaves alike, or of their local parts.
+    """Means along rows and along columns of equal leaves, or of their local parts.
 
-    ``whole``: rows and columns of the matrices, which the mesh axes ``over`` divide.
+    Args:
+      xs: the leaves, or each device's part of them.
+      whole: how many rows and columns the whole matrices have.
+      over: the mesh axes that divide the rows and the columns.
     """
     *batch, m, n = xs[0].shape
     rows, columns = zip(*(_partial_sums(x) for x in xs))
@@ -131,8 +135,8 @@ def _on_kernel(
 
 @jax.jit
 def _partial_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of squares, of all matrices of a leaf; traced and lowered once per shape."""
-    # Only here: Pallas is not built in everywhere.
+    """Partial sums of the squares of a leaf's matrices; traced once for each shape."""
+    # Imported only here, because not every JAX comes with Pallas.
     from muon2_optax.kernels import sum_squares
 
     return sum_squares.of_squares(x.reshape(-1, *x.shape[-2:]))
@@ -142,16 +146,16 @@ def _total(parts: jax.Array, scale: float, over: Axes) -> jax.Array:
     """Means (L, length) of the partial sums (L, count, length)."""
     total = jnp.sum(parts, axis=1) * scale
     total = jax.lax.psum(total, over) if over else total
-    # Held below overflow, as single squares are on the other path.
+    # Keep it below overflow, as ``in_two_passes`` keeps single squares.
     return jnp.minimum(total, float(jnp.finfo(jnp.float32).max) / 4)
 
 
 def in_two_passes(
     g: jax.Array, axes: ResolvedAxes, local: tuple[int | None, ...] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """As ``of_leaf``, in XLA's two passes, for every leaf and backend."""
+    """As ``of_leaf``, in two passes of XLA over a leaf: for every leaf and backend."""
     local = local or (None,) * g.ndim
-    square = moments.square(g)
+    square = averages.square(g)
     col = _mean(square, axes.ins, local)
     if len(axes.splits) == 1:
         return _mean(square, axes.outs, local), col
@@ -163,8 +167,8 @@ def in_two_passes(
 def _mean(
     x: jax.Array, dims: tuple[int, ...], local: tuple[int | None, ...]
 ) -> jax.Array:
-    """Mean over these dimensions; of groups of rows first where that is possible."""
-    # Divided before it is summed: a sum of large squares would overflow.
+    """The mean over these dimensions, in two stages where there are groups of rows."""
+    # Divide before summing, because the sum of large squares would overflow.
     first, count = dims[0], math.prod(x.shape[d] for d in dims)
     group = math.gcd(local[first] or 1, GROUP)
     if len(dims) > 1 or first == x.ndim - 1 or group < GROUP // 2:

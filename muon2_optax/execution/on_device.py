@@ -1,8 +1,8 @@
-"""Orthogonalization of a batch on one device: pure functions on (..., m, n).
+"""Orthogonalizes batches of matrices on one device: pure functions on (..., m, n).
 
-For X = U S V^T every function here returns about U f(S) V^T, where f is the composition
-of the schedule's quintics on the normalized singular values and f(s) is near 1 for all
-but the smallest s: an approximation of the polar factor U V^T.
+For X = U S V^T each function returns about U f(S) V^T. Here f composes the quintics of
+the schedule on the normalized singular values, and f(s) is near 1 for all but the
+smallest s, so the result approximates the polar factor U V^T.
 """
 
 import functools
@@ -17,7 +17,8 @@ from muon2_optax import dtypes
 from muon2_optax.arrays import limits, stacks, tracing
 from muon2_optax.iteration import adjoint, gram_runs, iterate, normalize
 from muon2_optax.kernels import hopper, newton_schulz
-from muon2_optax.schedules.coefficients import AOL, Normalization, Plan
+from muon2_optax.schedules.coefficients import AOL, Normalization
+from muon2_optax.schedules.plans import Plan
 
 
 def orthogonalize(
@@ -45,10 +46,11 @@ def run_per_platform(
     ns_dtype: Any,
     kernels: bool,
 ) -> tuple[jax.Array, ...]:
-    """``fn(*xs, dtype=..., kernels=...)`` with ``ns_dtype``, or the platform's default.
+    """Runs ``fn(*xs, dtype=..., kernels=...)`` with ``ns_dtype`` or a default dtype.
 
-    The platform is the one that the program is compiled for, which need not be the
-    process's default backend. The branch for CUDA gets ``kernels``, the others False.
+    The default is that of the platform for which the program is compiled, which need
+    not be the default backend of the process. On CUDA ``fn`` gets ``kernels``, and
+    False elsewhere.
     """
     dtype = dtypes.canonical("ns_dtype", ns_dtype)
     source = jnp.result_type(*xs)
@@ -77,7 +79,7 @@ def run_per_platform(
 def orthogonalize_batch(
     *matrices: jax.Array, plan: Plan, dtype: jnp.dtype, kernels: bool
 ) -> tuple[jax.Array, ...]:
-    """One batch through one iteration, in chunks that bound the memory.
+    """Runs the iteration on one batch, in chunks that bound the memory.
 
     Args:
       matrices: stacks (..., m, n) of one shape, or of its transpose.
@@ -92,7 +94,7 @@ def orthogonalize_batch(
     if size is None:
         return stock(*matrices)
     runs = gram_runs(plan, m, n, dtype)
-    fast = hopper.differentiable(
+    fast = hopper.add_derivative(
         lambda *xs: newton_schulz.run(xs, plan, runs, size, dtype), stock
     )
     return fast(*matrices)
@@ -101,7 +103,7 @@ def orthogonalize_batch(
 def _orthogonalize_on_xla(
     *matrices: jax.Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-    """The batch on XLA's own products."""
+    """Runs the batch on XLA's own products."""
     count = sum(math.prod(x.shape[:-2]) for x in matrices)
     m, n = matrices[0].shape[-2:]
     chunks = math.ceil(count * m * n * dtype.itemsize / limits.BYTES_ON_DEVICE)
@@ -116,7 +118,7 @@ def _orthogonalize_on_xla(
 def _orthogonalize_chunk(
     matrices: Sequence[jax.Array], plan: Plan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-    """What runs at once, joined to one stack after it is narrowed to ``dtype``."""
+    """Runs all of these at once, as one stack in ``dtype``."""
     how, several = plan.normalization, len(matrices) > 1
     ready, floors = zip(*_prepare(matrices, how=how, dtype=dtype, flat=several))
     if several:
@@ -131,9 +133,9 @@ def _orthogonalize_chunk(
 def _prepare(
     x: jax.Array, *, how: Normalization, dtype: jnp.dtype, flat: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """A leaf as normalized wide matrices, and AOL's eps as ``normalize`` gives it.
+    """Normalizes a leaf; returns wide matrices, and the eps as ``normalize`` does.
 
-    In one stack (count, m, n) if ``flat``.
+    They are one stack (count, m, n) if ``flat``.
     """
     transposed = _is_transposed(x, how)
     x, floor = normalize(x.reshape(-1, *x.shape[-2:]) if flat else x, how)
@@ -143,14 +145,14 @@ def _prepare(
 
 @tracing.each
 def _restore(y: jax.Array, x: jax.Array, *, how: Normalization) -> jax.Array:
-    """The result y in the orientation, shape and dtype of the leaf x."""
+    """Gives the result y the orientation, shape and dtype of the leaf x."""
     return (
         (adjoint(y) if _is_transposed(x, how) else y).reshape(x.shape).astype(x.dtype)
     )
 
 
 def _is_transposed(x: jax.Array, how: Normalization) -> bool:
-    """Whether the matrices of a leaf run transposed: the iteration takes wide ones."""
+    """Whether a leaf's matrices run transposed: the iteration takes wide ones."""
     rows, columns = x.shape[-2:]
-    # One-sided scaling of a square matrix acts on its outputs.
+    # AOL scales square matrices along their outputs, which are the columns.
     return rows > columns or rows == columns and isinstance(how, AOL)

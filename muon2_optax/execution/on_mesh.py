@@ -1,10 +1,10 @@
-"""Whole matrices on each device: two all-to-alls around a local iteration.
+"""Orthogonalizes on a mesh: two all-to-alls around an iteration of whole matrices.
 
-A matrix that is divided over D devices needs all of them in each of its products. D
-matrices that are divided alike can travel instead: one all-to-all gives every device
-one whole matrix, the iteration runs without communication, and a second all-to-all
-returns the shards. Leaves that are stored alike travel together, in 16 bits where the
-iteration runs in 16 bits.
+A matrix that is divided over D devices would need all of them for each of its products.
+Instead, D matrices that are divided alike travel: one all-to-all gives every device a
+whole matrix, the iteration runs without communication, and a second all-to-all returns
+the shards. Leaves that are stored alike travel together, in 16 bits where the iteration
+runs in 16 bits.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from muon2_optax.execution.on_device import orthogonalize_batch, run_per_platfor
 from muon2_optax.execution.transport import ShardLayout, StoredLeaf, device_count
 from muon2_optax.iteration import gram_runs
 from muon2_optax.kernels import hopper, newton_schulz
-from muon2_optax.schedules.coefficients import Plan
+from muon2_optax.schedules.plans import Plan
 from muon2_optax.sharding import Axes
 
 
@@ -35,10 +35,10 @@ def orthogonalize(
 ) -> list[jax.Array]:
     """Orthogonalizes leaves of one layout, mesh and dtype on their mesh.
 
-    Matrices that the mesh divides take two all-to-alls over the axes that divide them,
-    for each chunk of them. A single one takes one all-gather, which no second one could
-    share. Replicated matrices are shared out, and gathered with one all-gather. Where
-    only the stacks are divided nothing travels.
+    Each chunk of matrices that the mesh divides takes two all-to-alls over the axes
+    that divide them. A single matrix takes one all-gather instead, and every device
+    iterates it. Replicated matrices are shared out, and one all-gather collects the
+    results. Where only the stacks are divided, nothing travels.
     """
     layout, mesh = stored[0].layout, stored[0].location.mesh
     replicated = not any(leaf.divided for leaf in stored)
@@ -66,8 +66,8 @@ def orthogonalize(
         return tuple(map(transport.restore_part, done, parts, stored))
 
     def on_mesh(*xs: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
-        # Replication of the result is by construction (every device gathers the same
-        # values), which the checker cannot see.
+        # JAX cannot see that a replicated result is the same on all devices; it is,
+        # because every device gathers the same values.
         return jax.shard_map(
             functools.partial(run, **options),
             mesh=mesh,
@@ -76,7 +76,7 @@ def orthogonalize(
             check_vma=False,
         )(numbers, *xs)
 
-    # Inside shard_map XLA divides nothing.
+    # Kernels may run: inside shard_map XLA divides nothing.
     return list(run_per_platform(on_mesh, leaves, ns_dtype, hopper.available()))
 
 
@@ -124,9 +124,9 @@ class _Iteration:
     def exchange(
         self, shards: Sequence[jax.Array], factors: jax.Array | None
     ) -> list[jax.Array]:
-        """Iterates matrices that are divided, each on one device (or on all).
+        """Iterates matrices that are divided, each on one device, or one on all.
 
-        ``factors``: the shards' root mean squares, where they travel in float16.
+        ``factors`` are the root mean squares of shards that travel in float16.
         """
         count = sum(map(len, shards))
         if count == 1:
@@ -150,7 +150,7 @@ class _Iteration:
     def _exchange_chunk(
         self, shards: Sequence[jax.Array], factors: jax.Array | None, devices: int
     ) -> jax.Array:
-        """One all-to-all, the iteration of this device's share, and a second one."""
+        """Swaps shards for whole matrices, iterates this device's, and swaps back."""
         count = sum(map(len, shards))
         share = -(-count // devices)
         if factors is None:
@@ -164,10 +164,10 @@ class _Iteration:
         return transport.from_bits(back, self.dtype)[:count, ..., :columns]
 
     def _iterate_received(self, got: jax.Array, packed: bool, share: int) -> jax.Array:
-        """Iterates what came from all devices, and divides it into shards again.
+        """Iterates the shards of all devices, and divides the results again.
 
-        Takes shards (devices, share, *local), or rows of ``packed`` ones. Returns
-        shards (devices, share, *local), or with more columns, which mean nothing.
+        Takes shards (devices, share, *local), or rows that ``packed`` them. Returns
+        shards (devices, share, *local); they may have more columns, without meaning.
         """
         if packed:
             values, factors = transport.unpack(got, self.layout.local, share)
@@ -187,7 +187,7 @@ class _Iteration:
     def _iterate_shards(
         self, values: jax.Array, factors: jax.Array
     ) -> jax.Array | None:
-        """Whole matrices straight from shards, if the kernels take them; else None."""
+        """Runs the kernels on shards that are not assembled; None if they cannot."""
         if not self.kernels or len(self.layout.local) != 2:
             return None
         if len(self.layout.splits) > 1:
@@ -207,12 +207,12 @@ class _Iteration:
 
     def _swap(self, x: jax.Array) -> jax.Array:
         """Sends equal parts of axis 0 to every device, and receives theirs."""
-        # XLA for CPUs gives the parts layouts of their own, and refuses the result.
+        # Without it XLA for CPUs gives each part its own layout and refuses the result.
         x = jax.lax.optimization_barrier(x)
         return jax.lax.all_to_all(x, self.layout.axes, 0, 0, tiled=True)
 
     def _gather(self, shard: jax.Array, factors: jax.Array | None) -> jax.Array:
-        """Every device iterates the whole matrix and keeps its shard of the result."""
+        """Iterates the matrix on every device, each of which keeps its own shard."""
         if factors is None:
             sent = transport.to_bits(shard)
         else:
@@ -224,7 +224,7 @@ class _Iteration:
         return done[..., : self.layout.local[-1]]
 
     def share_out(self, stacks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Each device iterates its share of replicated matrices; all get all."""
+        """Iterates a share of the replicated matrices on each device; all get all."""
         x = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
         names = tuple(a for a in self.mesh.axis_names if self.mesh.shape[a] > 1)
         devices, count = device_count(self.mesh, names), len(x)

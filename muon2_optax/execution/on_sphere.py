@@ -1,4 +1,4 @@
-"""Steps of matrices on the spheres of their norms."""
+"""Moves matrices on the spheres of their norms, for ``weights.hyperball``."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from muon2_optax import dtypes, roots, trees
 from muon2_optax.arrays import limits, tracing
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import inner_products
 from muon2_optax.execution.inner_products import InnerProducts, per_matrix
@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
 def parameters_of(
     names: Sequence[str], updates: Sequence[jax.Array], params: Any
 ) -> list[jax.Array]:
-    """The parameters that the updates belong to, in their order.
+    """The parameters to which the updates belong, in the same order.
 
     Raises:
       ValueError: they have other paths or other shapes.
@@ -41,8 +41,8 @@ def parameters_of(
     for name, u, (other, w) in zip(names, updates, named):
         if name != other or jnp.shape(u) != jnp.shape(w):
             raise ValueError(
-                f"the update of {trees.shown(name)} has shape {jnp.shape(u)}, but the"
-                f" parameter in its place is {trees.shown(other)} of shape"
+                f"the update of {trees.quote(name)} has shape {jnp.shape(u)}, but the"
+                f" parameter in its place is {trees.quote(other)} of shape"
                 f" {jnp.shape(w)}: give update() the parameters of its updates"
             )
     return [w for _, w in named]
@@ -56,7 +56,7 @@ def factors(
 
     def key(i: int) -> Hashable:
         x = leaves[i]
-        # Types tell over which axes of a shard_map leaves vary.
+        # The types also tell over which axes of a shard_map the leaves vary.
         types = (*map(jax.typeof, (x.w, x.u, x.radius)), x.axes)
         return types if undivided[i] else None
 
@@ -69,13 +69,15 @@ def factors(
         most = max(1, limits.LEAVES_ON_SPHERE // len(some[0].axes.splits))
         few = (some[low : low + most] for low in range(0, len(some), most))
         return [
-            factors for part in few for factors in _step_factors_stacked(part, rate)
+            factors
+            for part in few
+            for factors in _step_factors_of_equal_leaves(part, rate)
         ]
 
-    return grouped(range(len(leaves)), key, run)
+    return run_in_groups(range(len(leaves)), key, run)
 
 
-def _step_factors_stacked(
+def _step_factors_of_equal_leaves(
     leaves: Sequence[Leaf], rate: Any
 ) -> list[tuple[jax.Array, jax.Array]]:
     """``step_factors`` of equal leaves on one device, in one program."""
@@ -83,7 +85,7 @@ def _step_factors_stacked(
         [x.w for x in leaves], [x.u for x in leaves], leaves[0].axes
     )
     factors = step_factors(jnp.stack([x.radius for x in leaves]), known, rate)
-    # XLA would cut the stacks into leaves again, with programs for each.
+    # Without it XLA would cut the stacks into leaves again and run programs for each.
     of_w, of_u = jax.lax.optimization_barrier(factors)
     return [(of_w[k], of_u[k]) for k in range(len(leaves))]
 
@@ -98,10 +100,11 @@ def move(
     *,
     axes: ResolvedAxes,
 ) -> jax.Array:
-    """a w - b u, in the dtype of u.
+    """The step ``of_w w - of_u u``, in the dtype of u.
 
-    To parameters of 16 bits a step back to the sphere is too small to be seen, and
-    their norm would drift until it is not: they are rounded with a dither.
+    In parameters of 16 bits a step back to the sphere would be lost in rounding, and
+    their norm would drift until the step is large enough. So they are rounded with a
+    dither.
     """
     wide = dtypes.compute_dtype(jnp.promote_types(w.dtype, u.dtype))
     old = w.astype(wide)
@@ -114,17 +117,17 @@ def move(
 def step_factors(
     radius: jax.Array, known: InnerProducts, rate: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Factors a and b with R n(w - rate R n(u)) - w = a w - b u.
+    """Factors a and b with R n(w - rate R n(u)) - w = a w - b u, n(x) = x / |x|.
 
-    From the inner products (of x = w and y = u), so that w and u are read once for
-    these and once for the step. In units of R, the squared norm q^2 of what is scaled
-    back to the sphere is 1 - d, and a = 1 / q - 1 is d / (q (1 + q)): without the
-    difference of two numbers near 1, which would lose a small rate.
+    They follow from the inner products of x = w and y = u, so that w and u are read
+    once for these and once for the step. In units of R, let q be the norm of
+    w - rate R n(u), and q^2 = 1 - d. Then a = 1 / q - 1 is computed as d / (q (1 + q)),
+    because a difference of two numbers near 1 would lose a small rate.
     """
     dtype, held = radius.dtype, radius > 0
     r = jnp.where(held, radius, 1)
-    # Where the squares leave the range, u over its norm would be zero, and W would
-    # shrink unnoticed.
+    # Where the squares overflow, u over its norm would be zero, and w would shrink
+    # without notice. NaN tells.
     norm_u = roots.sqrt(jnp.where(jnp.isinf(known.yy), jnp.nan, known.yy))
     moves = norm_u != 0  # NaN moves
     rate = jnp.asarray(rate, dtype)

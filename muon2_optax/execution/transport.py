@@ -1,8 +1,8 @@
-"""What devices of a mesh send each other: shards of matrices, 16 bits wide if possible.
+"""Prepares the shards of matrices that the devices of a mesh send each other.
 
-A device's part of a leaf holds one shard of each of its matrices. Here shards are cut
-out of leaves and put back, narrowed and packed before they travel, unpacked where they
-arrive, and assembled to whole matrices and divided again.
+A device's part of a leaf holds one shard of each of the leaf's matrices. The functions
+here cut shards out of leaves and put them back; narrow and pack them before they travel
+and unpack them where they arrive; and assemble whole matrices and divide them again.
 """
 
 import dataclasses
@@ -25,19 +25,20 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.sharding import Axes, Location
 
 Side = tuple[tuple[int, Axes], ...]
-# 16-bit numbers after which values begin anew, where that is a small part of the whole:
-# whole rows of memory are moved faster.
+# Packed rows are filled up to a multiple of so many 16-bit numbers, unless they are
+# short: rows that begin where a row of memory does are moved faster.
 ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
-    """How a mesh stores the matrices of a leaf: leaves that agree travel together.
+    """How a mesh stores the matrices of a leaf. Leaves of one layout travel together.
 
     Attributes:
-      rows, cols: for each dimension of the side its local size, and the mesh axes that
-        divide it. Rows are the inputs, or the outputs of a leaf that is transposed.
-      splits: sizes of independent blocks along the columns.
+      rows, cols: for each dimension of this side of the matrices, its local size and
+        the mesh axes that divide it. Rows are the inputs, or the outputs of a leaf that
+        is transposed.
+      splits: the sizes of independent blocks along the columns.
     """
 
     rows: Side
@@ -56,13 +57,13 @@ class ShardLayout:
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """What is known of a leaf on a mesh.
+    """A leaf on a mesh: where it lives, and how its matrices are stored there.
 
     Attributes:
-      axes: of its matrices.
+      axes: the axes of its matrices.
       location: where it lives.
       layout: how its matrices are stored.
-      transposed: whether they run transposed, so that more leaves have one layout.
+      transposed: whether they run transposed, so that more leaves share a layout.
     """
 
     axes: ResolvedAxes
@@ -74,10 +75,11 @@ class StoredLeaf:
     def of(
         cls, axes: ResolvedAxes, location: Location, either_way: bool
     ) -> "StoredLeaf":
-        """Chooses the orientation in which most leaves have one layout.
+        """Chooses the orientation in which most leaves share a layout.
 
-        Tall matrices run transposed. Where square ones may run ``either_way``, those
-        divided along their outputs run as those divided along their inputs do.
+        Tall matrices run transposed. So do square ones that are divided along their
+        outputs only, if they may run ``either_way``: then they have the layout of those
+        that are divided along their inputs.
         """
         ins, outs = (_side(axes, location, dims) for dims in (axes.ins, axes.outs))
         if len(axes.splits) > 1:
@@ -117,23 +119,23 @@ def _side(axes: ResolvedAxes, location: Location, dims: tuple[int, ...]) -> Side
 
 
 def device_count(mesh: Any, axes: Axes) -> int:
-    """Devices along these axes of a mesh."""
+    """The number of devices along these axes of a mesh."""
     return math.prod(mesh.shape[a] for a in axes)
 
 
 def cut_shards(x: jax.Array, leaf: StoredLeaf) -> jax.Array:
-    """A device's part of a leaf as shards (count, *row and *column dimensions)."""
+    """Cuts a device's part of a leaf into shards (count, *row, *column dimensions)."""
     return jnp.transpose(x, leaf.order).reshape(-1, *leaf.layout.local)
 
 
 def restore_part(shards: jax.Array, like: jax.Array, leaf: StoredLeaf) -> jax.Array:
-    """Inverse of ``cut_shards``, in the shape and dtype of ``like``."""
+    """The inverse of ``cut_shards``, in the shape and dtype of ``like``."""
     x = shards.reshape([like.shape[d] for d in leaf.order])
     back = tuple(np.argsort(leaf.order).tolist())
     x = jnp.transpose(x, back)
     if x.dtype == jnp.float16 and back != tuple(range(x.ndim)):
-        # On GPUs: transposed in a pass of its own. XLA would fuse it with the update of
-        # the parameter, which could then not be done in place.
+        # Transpose in a pass of its own. XLA for GPUs would fuse it with the update of
+        # the parameter, which could then not be made in place.
         x = store_row_major(x)
     return x.astype(like.dtype)
 
@@ -141,25 +143,29 @@ def restore_part(shards: jax.Array, like: jax.Array, leaf: StoredLeaf) -> jax.Ar
 def narrow(
     xs: Sequence[jax.Array], axes: Sequence[ResolvedAxes], dtype: jnp.dtype
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Leaves in the dtype that travels, and the root mean square of every shard.
+    """Casts leaves to the dtype in which they travel.
 
-    The values are not normalized yet, and may be out of float16's range. So each shard
-    is divided by its root mean square, (count,) of all leaves, from which the receiver
-    also computes the norm of the matrix. Other dtypes need none: None. Leaves of
-    several blocks travel in float32, because blocks are matrices of their own, whose
-    sizes can differ by any factor; float64 leaves stay as they are.
+    The values are not normalized yet, and may be out of the range of float16. So each
+    shard is divided by its root mean square, from which the receiver also computes the
+    norm of the matrix. Other dtypes need no such numbers, and None is returned. Leaves
+    of several blocks travel in float32, because each block is a matrix, and blocks may
+    differ in size by any factor. Leaves in float64 stay as they are.
+
+    Returns:
+      The leaves; and the root mean squares (count,) of the shards of all leaves, or
+      None.
     """
     if xs[0].dtype == jnp.float64 and dtype != jnp.float64:
-        # They are normalized where they arrive: their range may be float64's.
+        # They are normalized where they arrive, and may need the range of float64.
         return list(xs), None
     if dtype != jnp.float16:
         return [x.astype(dtype) for x in xs], None
     wide = [x.astype(jnp.float32) for x in xs]
     if len(axes[0].splits) > 1:
         return wide, None
-    # In float64, where the squares of any float32 fit. First along the leaf's last
-    # axis, which XLA fuses with whatever computed the leaf; then the rows of all leaves
-    # in one small program.
+    # The squares of any float32 fit float64. Sum first along the last axis of the leaf,
+    # which XLA fuses with whatever computes the leaf; then one small program sums the
+    # rows of all leaves.
     with jax.enable_x64(True):
         rows = [_row_sums(x, a) for x, a in zip(wide, axes)]
         size = max(1, xs[0].size // max(1, len(rows[0])))
@@ -175,7 +181,7 @@ def narrow(
 
 
 def _row_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """Sums of squares of the rows of every shard of a leaf, (count, rows), float64."""
+    """Sums of squares of the rows of each shard of a leaf: (count, rows), float64."""
     inside = axes.ins + axes.outs
     over = (x.ndim - 1,) if x.ndim - 1 in inside else inside
     rows = jnp.sum(jnp.square(x.astype(jnp.float64)), axis=over, keepdims=True)
@@ -186,7 +192,7 @@ def _row_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
 def pack(
     shards: Sequence[jax.Array], factors: jax.Array, share: int, rows: int
 ) -> jax.Array:
-    """Rows that hold the shards of ``share`` matrices each, and then their factors.
+    """Packs the shards of ``share`` matrices, and then their factors, into each row.
 
     Returns:
       (rows, width) of 16-bit integers. The last rows hold fewer matrices, or none, and
@@ -213,7 +219,7 @@ def pack(
 def unpack(
     rows: jax.Array, local: tuple[int, ...], share: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Inverse of ``pack`` for rows (devices, ...).
+    """The inverse of ``pack``, for rows (devices, ...).
 
     Returns values (devices, share, *local) and factors (devices, share).
     """
@@ -225,19 +231,19 @@ def unpack(
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """16-bit values as integers, which no backend widens on the way."""
+    """Turns 16-bit values into integers, which no backend widens on the way."""
     narrow = x.dtype.itemsize == 2
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if narrow else x
 
 
 def from_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Inverse of ``to_bits``."""
+    """The inverse of ``to_bits``."""
     narrow = x.dtype == jnp.uint16
     return jax.lax.bitcast_convert_type(x, dtype) if narrow else x
 
 
 def assemble(x: jax.Array, layout: ShardLayout, mesh: Any) -> jax.Array:
-    """Whole matrices (share, *dimensions) of shards (devices, share, *local)."""
+    """Assembles matrices (share, *dimensions) from shards (devices, share, *local)."""
     sizes = [mesh.shape[a] for a in layout.axes]
     x = x.reshape(*sizes, *x.shape[1:])
     order, shape, axis = [len(sizes)], [x.shape[len(sizes)]], 0
@@ -249,7 +255,7 @@ def assemble(x: jax.Array, layout: ShardLayout, mesh: Any) -> jax.Array:
 
 
 def divide(x: jax.Array, layout: ShardLayout, mesh: Any) -> jax.Array:
-    """Inverse of ``assemble``: (devices, share, *local)."""
+    """The inverse of ``assemble``: shards (devices, share, *local)."""
     shape, front, back = [len(x)], [], [0]
     for n, axes in layout.rows + layout.cols:
         front += range(len(shape), len(shape) + len(axes))

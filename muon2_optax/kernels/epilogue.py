@@ -1,4 +1,4 @@
-"""What the kernel in ``mosaic`` does with a tile once it is multiplied."""
+"""Scales, adds and stores the tiles that the kernel in ``mosaic`` has multiplied."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-# Side of the blocks in which a tile leaves: 64 columns of 16 bits are the 128 bytes of
+# Tiles are stored in blocks of this side: 64 columns of 16 bits are the 128 bytes of
 # the widest swizzle.
 BLOCK = 64
 
-# Not typed: JAX 0.10, where the kernel is not used, has another signature.
+# Left untyped: its signature is another one in JAX 0.10, where the kernel is not used.
 _load: Any = plgpu.load
 
 
@@ -22,8 +22,9 @@ def _assign(ref: Any, value: Any) -> None:
 
 
 _put: Any = getattr(plgpu, "store", _assign)  # from JAX 0.12 on
-# With lane semantics layouts are spelled out, and not sought when the kernel is
-# lowered. But an assignment to shared memory also reads it there.
+# With lane semantics layouts are spelled out here, so that JAX need not look for them
+# when it lowers the kernel. But before ``plgpu.store`` an assignment to shared memory
+# would also read what it overwrites.
 SEMANTICS = (
     plgpu.LoweringSemantics.Warpgroup
     if _put is _assign
@@ -33,34 +34,37 @@ SEMANTICS = (
 
 @dataclasses.dataclass
 class Epilogue:
-    """Scales a warpgroup's tile, adds, and stores it and its mirror image in blocks.
+    """Scales a warpgroup's tile, adds to it, and stores it and its mirror image.
 
-    Written out block after block, though that takes longer to lower; only the addends,
-    whose number is known at run time, are in a loop. A register has no index at run
-    time, so a loop over blocks holds one beside all the tile's registers. A thread has
-    too few for both where the compiler gives all threads equally many, as that of JAX
-    0.12 does: products waited for memory, and an optimizer's step took 6% longer.
+    This is written out block after block, although that takes longer to lower; only the
+    addends, whose number is known at run time, are in a loop. Registers cannot be
+    indexed at run time, so a loop over blocks needs a block of registers beside those
+    of the tile. The compiler of JAX 0.12 gives all threads equally many registers,
+    which are too few for both: products waited for memory, and an optimizer's step took
+    6 % longer.
     """
 
-    factors: Any  # in global memory, read where they are used: they take registers
+    # In global memory, and read only where they are used, because they take registers.
+    factors: Any
     addends: Any  # how many of c_hbm are added
     c_hbm: Sequence[Any]
     out_hbm: Any
-    blocks: Any  # two, in turn, for each addend; the first ones also for what leaves
+    # Two blocks for each addend, used in turn; the first addend's also for the result.
+    blocks: Any
     mirror: Any
     arrived: Any
     group: Any
     place: tuple[Any, Any, Any]  # of the tile in the addends: member, row, column
-    target: tuple[Any, Any, Any]  # and in the result
+    target: tuple[Any, Any, Any]  # of the tile in the result
     shape: tuple[int, int]
 
     def _corner(self, n: int) -> tuple[int, int]:
-        """Where the n-th block of a tile begins."""
+        """The row and column of a tile where its n-th block begins."""
         row, column = divmod(n, self.shape[1] // BLOCK)
         return row * BLOCK, column * BLOCK
 
     def _window(self, hbm: Any, n: int, tile: Any, mirrored: bool = False) -> Any:
-        """The n-th block of a tile."""
+        """The n-th block of a tile in global memory."""
         row, column = self._corner(n)
         row, column = tile[1] + row, tile[2] + column
         row, column = (column, row) if mirrored else (row, column)
@@ -81,7 +85,7 @@ class Epilogue:
                 )
 
     def _sum(self, piece: Any, n: int) -> Any:
-        """The n-th block with its parts of the addends."""
+        """Adds the addends to the n-th block."""
 
         def plus(which: Any, piece: Any) -> Any:
             beta = self.factors[1 + which]
@@ -92,7 +96,7 @@ class Epilogue:
         return lax.fori_loop(0, self.addends, plus, piece)
 
     def start(self) -> None:
-        """Asks for the first two blocks' addends, which arrive meanwhile."""
+        """Requests the addends of the first two blocks, which arrive meanwhile."""
         if self.c_hbm:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for n in range(2):
@@ -107,14 +111,14 @@ class Epilogue:
             piece = tile[row : row + BLOCK, column : column + BLOCK] * alpha
             if self.c_hbm:
                 piece = self._sum(piece, n)
-            # There is one buffer for mirrors: the last block must have left it.
+            # There is one buffer for mirror images, so the last one must have left it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if self.c_hbm and 0 < n < count - 1:
                 self._fetch(n + 1)
             self._leave(n, piece.astype(self.out_hbm.dtype), mirrored)
 
     def _leave(self, n: int, piece: Any, mirrored: Any) -> None:
-        """The n-th block on its way to the result, once or twice."""
+        """Sends the n-th block to the result, once or twice."""
         leaving = self.blocks.at[n % 2, 0]
         _put(leaving, piece)
 

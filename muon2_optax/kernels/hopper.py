@@ -1,4 +1,4 @@
-"""When programs use the kernel for NVIDIA Hopper, and on how many matrices at once."""
+"""Decides which programs use the kernels for NVIDIA Hopper, in stacks of what size."""
 
 import contextlib
 import contextvars
@@ -12,9 +12,11 @@ from muon2_optax.arrays import limits
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.kernels import newton_schulz, symmetric
 from muon2_optax.kernels.tiles import Tiles
-from muon2_optax.schedules.coefficients import Frobenius, Plan
+from muon2_optax.schedules.coefficients import Frobenius
+from muon2_optax.schedules.plans import Plan
 
-# Largest product of leading coefficients that the input may be multiplied by.
+# The input is multiplied by the product of the leading coefficients, which must stay
+# below this and above its inverse to fit 16 bits.
 LARGEST = 8192.0
 _forced: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
     "forced", default=None
@@ -23,9 +25,12 @@ _forced: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def kernels(on: bool | None) -> Generator[None]:
-    """Turns the kernels off, or on for a GPU that is not here; None: by the device.
+    """Turns the kernels off, or on for a GPU that is not here.
 
     It acts on what is traced inside, not on what ``jax.jit`` has already traced.
+
+    Args:
+      on: whether programs use the kernels; None leaves it to the device.
     """
     token = _forced.set(on)
     try:
@@ -48,21 +53,21 @@ def available() -> bool:
 
 
 def usable(undivided: bool) -> bool:
-    """Whether programs may use the kernels on arrays that XLA leaves on one device.
+    """Whether programs may use the kernels on arrays that live where tracing knows.
 
-    It cannot divide a kernel: it would gather the operands and run it everywhere.
+    XLA cannot divide a kernel: it would gather the operands and run it on all devices.
 
     Args:
-      undivided: whether the arrays are known to be so, see ``Location.undivided``. It
-        does not count where ``kernels(True)`` turns the kernels on.
+      undivided: whether XLA is known to leave the arrays on one device, see
+        ``Location.undivided``. ``kernels(True)`` overrules it.
     """
     return available() and (undivided or _forced.get() is True)
 
 
-def differentiable(
+def add_derivative(
     fast: Callable[..., Any], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``fast``, which has no derivative, with that of ``plain``."""
+    """Gives ``fast``, which has no derivative, the derivative of ``plain``."""
     run = jax.custom_jvp(fast)
     run.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     return run
@@ -71,22 +76,22 @@ def differentiable(
 def stack_size(
     count: int, shape: tuple[int, int], plan: Plan, dtype: jnp.dtype
 ) -> newton_schulz.StackSize | None:
-    """How large stacks of matrices (m, n), m <= n, are; None where stock XLA serves.
+    """The size of stacks of matrices (m, n), m <= n; None if they run on stock XLA.
 
-    The kernel pays where its tiles fill the multiprocessors: m a multiple of 128 from
-    768 on (smaller ones were not measured), and tiles for nearly all thread blocks.
-    Other shapes, dtypes, normalizations, and coefficients that are traced, take the
-    plain path.
+    The kernel pays where its tiles fill the multiprocessors: where m is a multiple of
+    128 and at least 768 (smaller ones were not measured), and where there are tiles for
+    nearly all thread blocks. Other shapes, dtypes and normalizations run on stock XLA,
+    and so do traced coefficients.
     """
     m, n = shape
     if jnp.dtype(dtype).itemsize != 2 or m % 128 or m < 768:
         return None
-    if not (plan.static and isinstance(plan.normalization, Frobenius) and plan.rows):
+    if not (plan.static and isinstance(plan.normalization, Frobenius) and plan.triples):
         return None
-    known = all(isinstance(v, float) for row in plan.rows for v in row)
-    if not known or not 1 / LARGEST < abs(newton_schulz.gain(plan.rows)) < LARGEST:
+    known = all(isinstance(v, float) for triple in plan.triples for v in triple)
+    if not known or not 1 / LARGEST < abs(newton_schulz.gain(plan.triples)) < LARGEST:
         return None
-    if any(row[0] == 0 for row in plan.rows):
+    if any(triple[0] == 0 for triple in plan.triples):
         return None
     if count * Tiles().triangle_tiles(m) < 48:
         return None
@@ -94,18 +99,20 @@ def stack_size(
 
 
 def _fit_stack(count: int, m: int, n: int, room: int) -> newton_schulz.StackSize:
-    """The stack of ``count`` matrices (m, n) where so many (m, m) have ``room``.
+    """The size of stacks for ``count`` matrices (m, n).
 
-    Each matrix takes its panels, and four Gram matrices and products of them. One
-    matrix always fits. Where it costs little, a stack has as many Gram matrices as
-    panels, and the same number for all n: then matrices of all widths share their
-    kernels. Otherwise as many matrices as fit run at once.
+    Each matrix takes its panels and four (m, m) matrices beside them, Gram matrices and
+    products. There is ``room`` for so many (m, m) in all; one matrix always fits. Where
+    it costs little, a stack has as many Gram matrices as panels, and the same number
+    for all n, so that matrices of all widths share their kernels. Otherwise as many
+    matrices as fit run at once.
     """
     each = symmetric.panels(m, n)
     few = 2 ** (count - 1).bit_length()
-    # Stacks of no more than four panels a matrix share the products of Gram matrices.
+    # Stacks with up to four panels a matrix have one size, and so share the kernel for
+    # products of Gram matrices.
     own = cheapest(max(1, min(limits.MATRICES_IN_STACK, room // (max(each, 4) + 4))), m)
-    # A few panels may stay empty.
+    # A shared stack may be a tenth larger, because a few of its panels may stay empty.
     shared = cheapest(max(1, min(int(1.1 * limits.MATRICES_IN_STACK), room // 5)), m)
 
     def pays(panels: int) -> bool:
@@ -123,14 +130,14 @@ def _fit_stack(count: int, m: int, n: int, room: int) -> newton_schulz.StackSize
 
 
 def cheapest(most: int, m: int) -> int:
-    """The number of members, from half of ``most`` up to it, that cost the least."""
+    """The number of members, above ``most`` / 2 and up to ``most``, of least cost."""
     return min(range(most, most // 2, -1), key=lambda members: cost(members, m))
 
 
 def cost(members: int, m: int) -> float:
-    """Rounds of output tiles per matrix, in products of stacks of (m, m) matrices.
+    """The cost per matrix of a product of stacks of (m, m), in rounds of output tiles.
 
-    The last round may leave multiprocessors without a tile, and starting a kernel costs
+    In the last round some multiprocessors may have no tile, and starting a kernel costs
     about a third of a round.
     """
     tiles = newton_schulz.tiles_for(m)
@@ -139,10 +146,10 @@ def cost(members: int, m: int) -> float:
 
 
 def takes_sums(shape: tuple[int, ...], dtype: jnp.dtype, axes: ResolvedAxes) -> bool:
-    """Whether one pass over a leaf gives its sums of squares along both axes.
+    """Whether the kernel gives the sums of squares of a leaf along both axes.
 
-    It takes matrices in the last two axes, real and in one block, of rows that the
-    kernel can copy.
+    The matrices must be in the last two axes, real, and in one block, and their rows
+    must be such that the kernel can copy them.
 
     Args:
       shape: of each device's part of the leaf.
@@ -166,10 +173,10 @@ def takes_shards(
     plan: Plan,
     dtype: jnp.dtype,
 ) -> bool:
-    """Whether matrices in a grid of shards run without being assembled first.
+    """Whether the kernels run matrices that come in a grid of shards.
 
-    A shard's rows must be whole tiles, and few of its columns the kernel's padding,
-    which travels back.
+    The rows of a shard must be whole tiles. The kernel pads its columns, and as the
+    padding travels back there must be little of it.
     """
     (m, n), (down, right) = shard, grid
     padding = -n % newton_schulz.COLUMNS

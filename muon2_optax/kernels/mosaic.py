@@ -1,7 +1,7 @@
 """The kernel of ``symmetric``, in Pallas for NVIDIA Hopper.
 
-Persistent: each cluster of thread blocks computes every so many output tiles of the
-results. One warpgroup copies tiles of A and B to shared memory, two multiply them.
+It is persistent: each cluster of thread blocks computes one output tile after another.
+One of its warpgroups copies tiles of A and B to shared memory, two multiply them.
 """
 
 import functools
@@ -19,7 +19,8 @@ from muon2_optax.kernels.pipeline import MULTIPLY, SWIZZLED, Pipeline, buffers
 from muon2_optax.kernels.tile_scheduler import OutputTile, TileScheduler
 from muon2_optax.kernels.tiles import Tiles, Work
 
-# Registers of a thread that only copies, and of one that multiplies: what is left.
+# How many registers a thread that copies has, and one that multiplies, which gets the
+# rest.
 FEEDS, MULTIPLIES = 40, 232
 
 
@@ -36,7 +37,7 @@ def launch(
     how: Any,
     cut: tuple[int, int],
 ) -> jax.Array:
-    """The symmetric product, or A B, in as many shards as ``cut`` says."""
+    """Runs the kernel: a symmetric product, or A B in the shards that ``cut`` says."""
     run = plgpu.kernel(
         functools.partial(kernel, tiles=tiles, cut=cut),
         out_type=jax.ShapeDtypeStruct(shape, operands[0].dtype),
@@ -49,7 +50,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(lowering_semantics=SEMANTICS),
         **({} if how is None else {"interpret": how}),
     )
-    # Its indices are of 32 bits, also where Python's integers would become 64.
+    # Indices in the kernel have 32 bits, also where Python's integers would have 64.
     with jax.enable_x64(False):
         return vary_like(run(factors, counts, *operands), *operands)
 
@@ -63,11 +64,11 @@ def kernel(
     tiles: Tiles,
     cut: tuple[int, int],
 ) -> None:
-    """A B^T times factors[0], and the first C of ``rest`` times theirs.
+    """Computes A B^T times factors[0], plus the first C of ``rest`` times theirs.
 
-    Or A B, not symmetric, in ``cut`` shards along rows and columns: out_hbm is then
-    (rows * columns * L, m / rows, n / columns). Both are one kernel, because compilers
-    take long for it: they differ in the tiles of B and in what is stored twice.
+    Or A B, which is not symmetric, in ``cut`` shards along rows and columns: out_hbm is
+    then (rows * columns * L, m / rows, n / columns). Both are one kernel, because it
+    takes long to compile; they differ in the tiles of B and in what is stored twice.
     """
     *c_hbm, out_hbm = rest
     group = lax.axis_index("group")

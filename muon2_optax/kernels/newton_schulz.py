@@ -1,8 +1,8 @@
-"""Newton-Schulz iterations on the kernel for symmetric products, for NVIDIA Hopper.
+"""The Newton-Schulz iteration on the kernel for symmetric products, on NVIDIA Hopper.
 
-The same polynomials as in ``iteration``, arranged so that every scaling and addition
-happens where a product is written: the input enters multiplied by the product of the
-schedule's leading coefficients a, which leaves X <- X + P X for each run of steps.
+The polynomials are those of ``iteration``, arranged so that every scaling and addition
+happens where a product is written. For this the input is multiplied at once by all
+leading coefficients a of the schedule, after which each run of steps is X <- X + P X.
 """
 
 import functools
@@ -17,18 +17,20 @@ import jax.numpy as jnp
 from muon2_optax.arrays import stacks, tracing
 from muon2_optax.iteration import frobenius_divisor
 from muon2_optax.kernels import packing, symmetric
-from muon2_optax.schedules.coefficients import Frobenius, Plan
+from muon2_optax.schedules.coefficients import Frobenius
+from muon2_optax.schedules.plans import Plan
 
-# The kernel's operand A B^T counts in columns of this many elements.
+# The kernel reads its operands in this many columns at a time.
 COLUMNS = 64
-# Gram matrices are kept times this, out of the range where float16 loses bits.
+# Gram matrices are stored multiplied by this, because float16 loses bits of small
+# numbers.
 GRAIN = 512.0
-# For sides that larger tiles do not divide, or make too few of.
+# For matrices that larger tiles do not divide, or that have too few of them.
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
 
 class StackSize(NamedTuple):
-    """How many panels a stack has, and how many Gram matrices are kept beside it."""
+    """How many panels a stack has, and how many Gram matrices there are beside it."""
 
     panels: int
     grams: int
@@ -42,23 +44,23 @@ def run(
     dtype: jnp.dtype,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Normalizes and iterates the matrices of all stacks, in stacks of one size.
+    """Normalizes and iterates matrices, in chunks that each fill a stack of panels.
 
-    A panel has as many columns as rows, so that stacks of matrices of all n may have
-    the shape of their Gram matrices, and share their kernels. Where a chunk has fewer
-    members, the last panels of its stack are not computed, so that chunks of all
-    lengths share the kernels.
+    A panel has as many columns as rows, so that stacks of matrices of all widths may
+    have the shape of their Gram matrices and share their kernels. A chunk with fewer
+    members has a stack of the same size, whose last panels are not computed, so that
+    chunks of all lengths share the kernels.
     """
     m, n = sorted(matrices[0].shape[-2:])
     each = symmetric.panels(m, n)
-    # Tall and wide ones apart, so that fewer programs write them. Tall ones first:
-    # where they fill a stack, they are not copied into it.
+    # Tall and wide ones are kept apart, so that fewer programs write them. Tall ones
+    # come first: if they fill a stack, they need not be copied into it.
     order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape[-2] == m)
     ordered = [matrices[i] for i in order]
     flat = stacks.to_stacks(ordered)
     assert isinstance(plan.normalization, Frobenius)
-    factors = _factors(flat, plan.normalization, gain(plan.rows))
-    # As many for each chunk, so that chunks that are alike share their programs.
+    factors = _factors(flat, plan.normalization, gain(plan.triples))
+    # Each chunk gets the same number, so that chunks that are alike share programs.
     most = size.panels // each
     factors = jnp.pad(factors, (0, -len(factors) % most))
 
@@ -66,7 +68,7 @@ def run(
         filled = sum(map(len, members))
         mine = factors[first : first + most]
         stack = packing.write_panels(
-            members, mine, gain(plan.rows) < 0, size.panels, dtype
+            members, mine, gain(plan.triples) < 0, size.panels, dtype
         )
         outputs = iterate(
             stack, runs, interpret, members=filled, columns=n, grams=size.grams
@@ -89,7 +91,7 @@ def run_shards(
     runs: Sequence[Sequence[Any]],
     interpret: Any = None,
 ) -> jax.Array:
-    """Iterates matrices that come in equal shards, normalized by the shards' sizes.
+    """Normalizes and iterates matrices that come in equal shards.
 
     Args:
       values: (rows, columns, L, m, n) of 16 bits: L matrices of rows x columns shards.
@@ -98,8 +100,8 @@ def run_shards(
 
     Returns:
       The results as shards, (rows, columns, L, m, k) with k >= n; the columns after the
-      n-th mean nothing. No pass over the matrices divides them into shards again: the
-      last product writes them so.
+      n-th mean nothing. The last product writes shards, so that no further pass has to
+      divide the results.
     """
     down, right, stack, m, n = values.shape
     assert isinstance(plan.normalization, Frobenius)
@@ -107,7 +109,7 @@ def run_shards(
         wide = sizes.astype(jnp.float64)
         norm = jnp.sqrt(jnp.sum(jnp.square(wide), axis=(0, 1)) * (m * n))
         norm = _divisor(norm, plan.normalization)
-        factors = (gain(plan.rows) * wide / norm[None, None]).astype(jnp.float32)
+        factors = (gain(plan.triples) * wide / norm[None, None]).astype(jnp.float32)
     x = values.astype(jnp.float32) * factors[..., None, None]
     x = jnp.pad(x.astype(values.dtype), [(0, 0)] * 4 + [(0, -n % COLUMNS)])
     x = jnp.transpose(x, (2, 0, 3, 1, 4)).reshape(stack, down * m, -1)
@@ -117,8 +119,8 @@ def run_shards(
 def _factors(parts: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.Array:
     """Factors (total count,) whose squares normalize each matrix to ``scale``.
 
-    Squares are summed in float64, where those of any float32 fit: one pass over the
-    values. Roots, because ``scale`` / norm may be out of the range of float32.
+    Squares are summed in one pass in float64, where those of any float32 fit. The
+    factors are roots because ``scale`` / norm may be out of the range of float32.
     """
     wide = jnp.result_type(jnp.float32, *parts)
     with jax.enable_x64(True):
@@ -133,7 +135,7 @@ def _row_squares(x: jax.Array) -> jax.Array:
 
 
 def _divisor(norm: jax.Array, how: Frobenius) -> jax.Array:
-    """What matrices of these norms are divided by, never 0."""
+    """The numbers that matrices of these norms are divided by, which are never 0."""
     norm = frobenius_divisor(norm, how)
     # An infinite entry makes its matrix NaN.
     return jnp.where(norm == 0, 1, jnp.where(jnp.isinf(norm), jnp.nan, norm))
@@ -153,13 +155,19 @@ def iterate(
     columns: int | None = None,
     grams: int | None = None,
 ) -> jax.Array:
-    """Runs of steps on (L, m, n) matrices that are normalized, times the gain.
+    """Runs the steps on normalized matrices (L, m, n) that are multiplied by the gain.
 
-    Only on the first ``members`` of them, if that is given; of ``columns`` in panels of
-    n, if that is; with stacks of ``grams`` Gram matrices.
+    Args:
+      x: the matrices, or their panels.
+      runs: the triples of the steps, as ``gram_runs`` splits them.
+      interpret: as in ``symmetric.product``.
+      shards: into how many the results are cut, along rows and columns.
+      members: how many of the matrices are computed; None: all.
+      columns: how many columns a matrix has, if x holds panels.
+      grams: the size of stacks of Gram matrices; None: L.
 
-    Returns (L, m, n), or with ``shards`` (rows, columns) that many of each matrix,
-    (rows, columns, L, m / rows, n / columns).
+    Returns:
+      (L, m, n), or with ``shards`` (rows, columns, L, m / rows, n / columns).
     """
     scale = gain(list(itertools.chain(*runs)))
     m = x.shape[-2]
@@ -178,17 +186,17 @@ def iterate(
 
 
 def tiles_for(m: int) -> symmetric.Tiles:
-    """The tiles of products of (m, m) matrices."""
+    """The tiles for products of (m, m) matrices."""
     return SMALL if m % 256 or m < 1024 else symmetric.Tiles()
 
 
 def _factor(
     r: jax.Array, triples: Sequence[Any], product: Callable[..., jax.Array]
 ) -> jax.Array:
-    """P with the steps' factor of X equal to gain (I + P); r is GRAIN R.
+    """P, where a run of steps multiplies X by gain (I + P), from r = GRAIN R.
 
-    A step's factor is h(R) = a (I + Z) with Z = (b R + c R^2) / a, and R follows
-    R <- h R h. The identity's part, which 16 bits would round, is never stored.
+    One step multiplies X by h(R) = a (I + Z) with Z = (b R + c R^2) / a, and the Gram
+    matrix R becomes h R h. The identity, which 16 bits would round, is never stored.
     """
     p = None
     for i, (a, b, c) in enumerate(triples):

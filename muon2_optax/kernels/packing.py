@@ -1,8 +1,8 @@
-"""How matrices enter and leave a stack of square panels.
+"""Writes matrices into a stack of square panels, and reads them out again.
 
-A panel of (m, n) matrices, m <= n, has as many columns as rows; a matrix has as many
-as hold its columns. So the stacks of matrices of all n may have one shape. Programs
-that write or read a stack are small, and few differ: XLA takes long to compile others.
+A panel is (m, m). A matrix (m, n), m <= n, takes as many panels as hold its columns, so
+that stacks of matrices of all n may have one shape. The programs that write or read a
+stack are small, and few of them differ, because XLA takes long to compile large ones.
 """
 
 import functools
@@ -19,7 +19,7 @@ from muon2_optax.arrays.grouping import consecutive
 from muon2_optax.arrays.stacks import store_row_major
 from muon2_optax.kernels.symmetric import panels
 
-# Along axis 0. No offset is negative here, which each program would have to find out.
+# Both act along axis 0. No offset is negative here; else each program would check that.
 _slice = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
 _write = functools.partial(
     jax.lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False
@@ -29,8 +29,8 @@ _write = functools.partial(
 class Group(NamedTuple):
     """Members of a stack that are alike, each (count, m, n) or (count, n, m).
 
-    ``start`` tells how many matrices come before them. It is not a constant to XLA: so
-    groups that are alike share their programs.
+    ``start`` is the number of matrices before them in the stack. It is hidden from XLA,
+    so that groups that are alike share their programs.
     """
 
     members: Sequence[jax.Array]
@@ -54,34 +54,35 @@ def write_panels(
     size: int,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """A stack of panels (size, m, m) of matrices times their factors' squares.
+    """Writes matrices, times the squares of their factors, as panels (size, m, m).
 
     Args:
       members: (count, m, n) or (count, n, m) each.
       factors: (total count,), or more that are not used.
       negative: whether the products are negated.
-      size: panels of the stack; those behind the matrices' are not written.
+      size: the number of panels in the stack; those behind the matrices' are not
+        written.
       dtype: of the stack.
     """
     m = min(members[0].shape[1:])
     stack = jax.lax.empty((size, m, m), dtype)
-    # XLA's program for what is turned writes any number fast.
+    # XLA transposes any number of matrices in one fast program.
     groups = _group(members, turned=len(members))
     for group, mine in zip(groups, _hide_equality(factors, groups)):
         mine = _slice(mine, group.start, group.total)
         ready = _make_panels(mine, *group.members, negative=negative, dtype=dtype)
         if len(ready) == size:
-            # All there are: what is turned need not be copied.
+            # These are all, so the transposed ones need not be copied into a stack.
             return ready
         stack = _write(stack, ready, group.start * group.each)
     return stack
 
 
 def read_panels(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Array]:
-    """The matrices that stand where ``write_panels`` puts the members, in order."""
+    """Reads the matrices that ``write_panels`` writes, in the order of the members."""
     done = []
     groups = _group(members, turned=1)
-    # As rows from here on: XLA would reshape matrices leaf after leaf.
+    # Treat the stack as rows from here on. XLA would reshape matrices leaf by leaf.
     rows = stack.reshape(-1, stack.shape[-1])
     for group, mine in zip(groups, _hide_equality(rows, groups)):
         high = group.each * stack.shape[-1]
@@ -92,16 +93,17 @@ def read_panels(stack: jax.Array, members: Sequence[jax.Array]) -> list[jax.Arra
 
 
 def _group(members: Sequence[jax.Array], turned: int) -> list[Group]:
-    """Members in a row that are alike, a few at a time; ``turned``: how many tall ones.
+    """Splits the members into groups of successive ones that are alike.
 
-    Few, because XLA also takes long to compile large programs.
+    Groups are small because XLA takes long to compile large programs. Tall members,
+    which are transposed, come in groups of up to ``turned``.
     """
 
     def most(kind: Any) -> int:
         shape, _ = kind
         few = limits.ENTRIES_IN_PANEL_WRITE // math.prod(shape)
         few = max(1, min(limits.LEAVES_IN_PANEL_WRITE, few))
-        return turned if _tall(shape) else few
+        return turned if _is_tall(shape) else few
 
     found = consecutive(members, lambda y: (y.shape, y.dtype), most)
     counts = [sum(map(len, some)) for some in found]
@@ -114,9 +116,12 @@ def _group(members: Sequence[jax.Array], turned: int) -> list[Group]:
 def _make_panels(
     factors: jax.Array, *members: jax.Array, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
-    """A group's panels: its matrices times their factors' squares, or minus that."""
-    parts = [jnp.concatenate(members)] if _tall(members[0].shape) else members
-    # One by one: a factor that varies along an array is loaded for each element.
+    """The panels of a group: its matrices times the squares of their factors.
+
+    If ``negative``, times minus the squares.
+    """
+    parts = [jnp.concatenate(members)] if _is_tall(members[0].shape) else members
+    # Split, because a factor that varies along an array is loaded for each element.
     own = jax.lax.split(factors, list(map(len, parts)))
     how = {"negative": negative, "dtype": dtype}
     rows = jnp.concatenate([_scale_rows(y, f, **how) for y, f in zip(parts, own)])
@@ -127,42 +132,42 @@ def _make_panels(
 def _scale_rows(
     y: jax.Array, factors: jax.Array, *, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
-    """Matrices times their factors' squares, or minus that, as rows (count * m, n).
+    """Multiplies matrices as ``_make_panels`` says; returns rows (count * m, n).
 
-    As rows for the reason that ``read_panels`` has.
+    Rows, because XLA would reshape matrices leaf by leaf.
     """
     factor = factors[:, None, None]
-    # One after the other: the square may be out of range where both products fit.
+    # Multiply twice: the square itself may be out of range where both products fit.
     y = y.astype(factor.dtype) * factor * (-factor if negative else factor)
     return y.astype(dtype).reshape(-1, y.shape[-1])
 
 
 def _hide_equality(x: jax.Array, groups: Sequence[Group]) -> Sequence[jax.Array]:
-    """Copies of x, one for each group, that XLA does not know to be equal.
+    """Copies of x, one for each group, which XLA does not know to be equal.
 
-    It would make one large program of all that read the same array.
+    It would merge all programs that read the same array into one large program.
     """
     return jax.lax.optimization_barrier((x,) * len(groups))
 
 
-def _tall(shape: Sequence[int]) -> bool:
+def _is_tall(shape: Sequence[int]) -> bool:
     return shape[-2] > shape[-1]
 
 
 def _cut_panels(y: jax.Array) -> jax.Array:
-    """Matrices (L, m, n) or (L, n, m) as panels (L * panels, m, m).
+    """Cuts matrices (L, m, n) or (L, n, m) into panels (L * panels, m, m).
 
-    Columns of zeros behind the others change nothing.
+    The last panel of a matrix is filled with columns of zeros, which change nothing.
     """
     m, n = sorted(y.shape[1:])
     if m == n:
         return y
     y = store_row_major(y)
     y = jnp.pad(y, [(0, 0), *((0, -k % m) for k in y.shape[1:])])
-    if not _tall(y.shape):
+    if not _is_tall(y.shape):
         return jnp.swapaxes(y.reshape(-1, m, panels(m, n), m), 1, 2).reshape(-1, m, m)
-    # Padded before they are turned, and turned in a pass of their own: XLA has a fast
-    # program for that, which writes no part of a larger array.
+    # Pad before transposing, and transpose in a pass of its own: XLA's fast program for
+    # that cannot write into a part of a larger array.
     return jax.lax.optimization_barrier(y.reshape(-1, m, m).mT)
 
 
@@ -170,16 +175,16 @@ def _cut_panels(y: jax.Array) -> jax.Array:
 def _split_group(
     rows: jax.Array, *, count: int, shape: tuple[int, ...]
 ) -> list[jax.Array]:
-    """A group's members, ``count`` of one shape, from the rows of its panels."""
+    """Splits the rows of a group's panels into its ``count`` members of one shape."""
     whole = _join_panels(rows, shape[1:])
     own = jax.lax.split(whole, [len(whole) // count] * count)
     return [x.reshape(shape) for x in own]
 
 
 def _join_panels(rows: jax.Array, sides: tuple[int, ...]) -> jax.Array:
-    """Panels (count * panels * m, m) as matrices (count * sides[0], sides[1]).
+    """Joins panels (count * panels * m, m) to matrices (count * sides[0], sides[1]).
 
-    The inverse of ``_cut_panels``, but for stacks that stand as rows.
+    This is the inverse of ``_cut_panels``, on stacks that are kept as rows.
     """
     m, n = sorted(sides)
     if m == n:
@@ -187,6 +192,6 @@ def _join_panels(rows: jax.Array, sides: tuple[int, ...]) -> jax.Array:
     each = panels(m, n)
     rows = jnp.swapaxes(rows.reshape(-1, each, m, m), 1, 2)
     rows = rows.reshape(-1, each * m)[:, :n]
-    if not _tall(sides):
+    if not _is_tall(sides):
         return rows
     return store_row_major(store_row_major(rows.reshape(-1, m, n)).mT).reshape(-1, m)

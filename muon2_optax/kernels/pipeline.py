@@ -1,7 +1,7 @@
-"""How tiles of A and B reach the warpgroups that multiply them, in ``mosaic``.
+"""Brings tiles of A and B to the warpgroups that multiply them, for ``mosaic``.
 
-Pallas has such a pipeline, but none that copies one kind of tiles or another to the
-same shared memory: that would take a kernel for each kind.
+The pipelines of Pallas always copy one kind of tiles to a place in shared memory. This
+one copies either of two, so that both products need only one kernel.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from muon2_optax.kernels.tile_scheduler import OutputTile
 from muon2_optax.kernels.tiles import Tiles, Work
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-# Warpgroups that multiply; one more feeds them.
+# How many warpgroups multiply. One more feeds them.
 MULTIPLY = 2
 
 
 def buffers(tiles: Tiles, dtype: Any) -> list[Any]:
-    """What a ``Pipeline`` needs: its first four attributes."""
+    """The first four attributes of a ``Pipeline``."""
 
     def tile(*shape: int) -> Any:
         return plgpu.SMEM((tiles.stages, *shape), dtype, transforms=SWIZZLED)
@@ -44,12 +44,13 @@ class Pipeline:
     """Stages in shared memory that are filled, multiplied and freed in turn.
 
     Attributes:
-      a: (stages, rows, depth) of A.
-      b: (stages, side, depth) of B that is transposed, or in the same place
-        (stages, depth, side) of B.
-      filled: barriers where the two copies to a stage arrive.
-      freed: barriers where all those arrive that have multiplied a stage; in all
-        thread blocks of the cluster, because each copies its part of B to all.
+      a: tiles of A, (stages, rows, depth).
+      b: tiles of a transposed B, (stages, side, depth), and in the same place those of
+        a plain B, (stages, depth, side).
+      filled: one barrier for each stage, where the two copies to it arrive.
+      freed: one barrier for each stage, where all warpgroups arrive that have
+        multiplied it; those of the whole cluster, because each of its thread blocks
+        copies its part of B to all.
     """
 
     a: Any
@@ -66,20 +67,21 @@ class Pipeline:
         plgpu.barrier_arrive(self.freed.at[self._stage(step)])
 
     def open(self) -> None:
-        """Says that all stages are free, once, in each warpgroup that multiplies."""
+        """Declares all stages free; called once by each warpgroup that multiplies."""
         for stage in range(self.tiles.stages):
             self._free(stage)
 
     def close(self) -> None:
-        """Waits for the last word about each stage, in the one that feeds.
+        """Waits until all stages are free; called by the warpgroup that feeds.
 
-        A thread block must not end while another one of the cluster may speak to it.
+        A thread block must not end while another one of the cluster may still arrive at
+        its barriers.
         """
         for stage in range(self.tiles.stages):
             plgpu.barrier_wait(self.freed.at[stage])
 
     def feed(self, tile: OutputTile, before: Any, a_hbm: Any, b_hbm: Any) -> None:
-        """Copies what a tile is made of; ``before``: steps of the tiles before it."""
+        """Copies what an output tile needs, after ``before`` steps of other tiles."""
         transposed, plain = self.b
         rows = pl.ds(tile.a[1], self.tiles.rows)
         columns = pl.ds(tile.b[1], self.tiles.side)
@@ -108,13 +110,13 @@ class Pipeline:
         lax.fori_loop(0, self.work.steps, step, None)
 
     def _along(self, step: Any, width: int) -> tuple[Any, Any]:
-        """Which panel of ``width`` columns a step takes, and which of its columns."""
+        """The panel, of ``width`` columns, that a step takes, and its columns there."""
         each = width // self.tiles.depth
         start = lax.rem(step, each) * self.tiles.depth
         return lax.div(step, each), pl.ds(start, self.tiles.depth)
 
     def multiply(self, before: Any, acc: Any, rows: Any) -> None:
-        """Adds a tile's product to ``acc``, in these rows of the thread block's."""
+        """Adds a tile's product to ``acc``, for these rows of the thread block."""
         transposed, plain = self.b
         lax.cond(
             self.work.plain,

@@ -1,6 +1,6 @@
-"""Sums of squares along rows and along columns, in one pass, on NVIDIA Hopper.
+"""Sums of squares along rows and along columns in one pass, on NVIDIA Hopper.
 
-XLA has no reduction along both axes of a matrix that reads it once.
+XLA reads a matrix twice to reduce it along both of its axes.
 """
 
 import functools
@@ -14,9 +14,9 @@ from jax import lax
 
 from muon2_optax.arrays.stacks import vary_like
 
-# A thread block's tile, and how many of them below each other it takes.
+# The size of a thread block's tiles, and how many it takes, one below the other.
 ROWS, COLUMNS, STEPS = 64, 64, 4
-# Tiles on their way to a thread block.
+# How many tiles are on their way to a thread block.
 STAGES = 2
 # Bytes of the widest swizzle.
 SWIZZLE = 128
@@ -35,7 +35,8 @@ def of_squares(x: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Arra
     """
     stack, m, n = x.shape
     strips, parts = pl.cdiv(n, COLUMNS), pl.cdiv(m, ROWS * STEPS)
-    # Copies out of a thread block do not end where the matrix does, those into it do.
+    # Copies into a thread block end where the matrix does; those out of it do not, so
+    # the results are larger.
     whole = parts * STEPS * ROWS, strips * COLUMNS
     kernel = plgpu.kernel(
         functools.partial(_kernel, scale=max(m, n) ** -0.5),
@@ -72,7 +73,7 @@ def _kernel(
     wide = SWIZZLE // x_hbm.dtype.itemsize
 
     def body(indices: Any, tile: Any, total: Any) -> Any:
-        # Scaled before it is squared, for the range.
+        # Scale before squaring, so that large values do not overflow.
         square = jnp.square(tile[...].astype(jnp.float32) * scale)
         rows[pl.ds(indices[0] * ROWS, ROWS)] = jnp.sum(square, axis=1)
         return total + square

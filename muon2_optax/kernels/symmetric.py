@@ -1,9 +1,9 @@
 """Products of stacks that are known to be symmetric, on NVIDIA Hopper.
 
-``alpha A B^T + beta C + ...`` where the result is symmetric: A B^T with A = B, or with
-A and B symmetric matrices that commute. Only the tiles of the lower triangle are
-computed, and each is stored twice: half the operations of a plain product. No library
-that XLA calls has this product for stacks of 16-bit matrices, so it is a Pallas kernel.
+``alpha A B^T + beta C + ...`` is symmetric if A = B, or if A and B are symmetric and
+commute. Then only the tiles of the lower triangle need to be computed, and each is
+stored twice: half the operations of a plain product. No library that XLA calls has this
+product for stacks of 16-bit matrices, so it is a Pallas kernel.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from muon2_optax.kernels.tiles import Tiles as Tiles
 from muon2_optax.kernels.tiles import Work
 
-# Addends of the kernel for products of square matrices.
+# How many addends the kernel for products of square matrices has room for.
 ADDENDS = 2
 
 
@@ -35,13 +35,13 @@ def product(
       a: (L, m, k), float16 or bfloat16, k a multiple of 64.
       b: (L, m, k); A B^T must be symmetric.
       *addends: pairs (beta, C) with C symmetric, (L, m, m).
-      alpha: factor of the product.
-      members: how many of the stack are computed, all by default; what is returned for
-        those after them means nothing.
-      columns: of each matrix, if they are more than k: then A and B are panels of k
-        columns, as many for each matrix as hold its columns, and zeros behind these in
-        the last one. One kernel serves any number of columns.
-      results: stack of what is returned, by default L.
+      alpha: the factor of the product.
+      members: how many matrices of the stack are computed; None: all. What is returned
+        for the others means nothing.
+      columns: how many columns a matrix has, if more than k. Then A and B hold panels
+        of k columns: as many for each matrix as hold its columns, with zeros behind
+        these in the last one. One kernel serves any number of columns.
+      results: how many matrices the returned stack has; None: L.
       tiles: m must be a multiple of ``tiles.side``.
       interpret: ``pallas.mosaic_gpu.InterpretGPUParams()`` runs it on a CPU.
 
@@ -55,10 +55,10 @@ def product(
     shape = (len(a) if results is None else results, m, m)
     count = len(addends)
     if a.shape == shape:
-        # Whatever has the shape of an addend: those behind the others are not read.
+        # Fill up with arrays of the right shape, which the kernel does not read.
         addends += ((0.0, a),) * (ADDENDS - count)
-    # Operands, not constants: one compiled kernel serves every step of a schedule, and
-    # each of them takes about a second to compile.
+    # Factors are operands, not constants, so that one compiled kernel serves every step
+    # of a schedule. Each kernel takes about a second to compile.
     factors = jnp.asarray([alpha, *(beta for beta, _ in addends)], jnp.float32)
     steps = -(-(columns or a.shape[2]) // tiles.depth)
     members, each = _check_fit(a, members, columns, shape[0])
@@ -79,16 +79,16 @@ def add_product(
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """``X + P X`` for P (L, m, m), not symmetric: the sum costs no pass of its own.
+    """``X + P X`` for P (L, m, m). The result is not symmetric.
 
-    XLA's choice among its products leaves the sum out of them where P comes from a
-    kernel.
+    The sum costs no pass of its own here. XLA would make it one, because it does not
+    fold a sum into a product whose operand comes from a kernel.
 
     Args:
       p: (L, m, m), float16 or bfloat16.
       x: (L, m, n), of the same dtype, or panels of n columns.
-      shards: into how many the result is cut along rows and columns, where X is not in
-        panels.
+      shards: into how many the result is cut along rows and columns. X must then not be
+        in panels.
       members: as in ``product``.
       columns: as in ``product``; panels are then whole tiles.
       tiles: ``tiles.side`` must divide the rows of a shard.
@@ -109,7 +109,8 @@ def add_product(
     members, each = _check_fit(x, members, columns, len(p))
     work = Work(members, each, output_tiles, m // tiles.depth, addends=1, plain=True)
     shape = (down * right * stack, m // down, n // right)
-    # As many as products take: where all shapes are equal, one kernel serves both.
+    # Pass as many addends as ``product`` does: if all shapes are equal, one kernel then
+    # serves both functions.
     addends = (x,) * ADDENDS
     out = _call(
         jnp.ones(1 + ADDENDS, jnp.float32), work, p, x, *addends, shape=shape,
@@ -119,17 +120,18 @@ def add_product(
 
 
 def panels(n: int, columns: int | None) -> int:
-    """How many panels of n columns a matrix of so many columns takes."""
+    """How many panels of n columns a matrix of ``columns`` takes; 1 if that is None."""
     return 1 if columns is None else -(-columns // n)
 
 
 def _check_fit(
     stack: jax.Array, members: int | None, columns: int | None, beside: int
 ) -> tuple[int, int]:
-    """How many members are computed, and how many panels each has.
+    """Returns how many members are computed, and how many panels each has.
 
     Raises:
-      ValueError: the stack, or the one of ``beside`` matrices, does not hold so many.
+      ValueError: the stack does not hold so many members, or the one of ``beside``
+        matrices does not.
     """
     each = panels(stack.shape[-1], columns)
     most = min(len(stack) // each, beside)
@@ -145,8 +147,9 @@ def _check_fit(
 def _call(
     factors: jax.Array, work: Work, *operands: jax.Array, tiles: Tiles, **options: Any
 ) -> jax.Array:
-    # Only here: importing Pallas takes a second, and fails where it is not built in.
-    # Not while the kernel is traced: JAX would forget then that it was.
+    # Imported only here, because importing Pallas takes a second, and fails where JAX
+    # comes without it. And before the kernel is traced: if Pallas were imported while
+    # it is, JAX would forget the trace and lower the kernel twice.
     from muon2_optax.kernels import mosaic
 
     return mosaic.launch(
@@ -156,11 +159,11 @@ def _call(
 
 
 def clusters(tiles: Tiles) -> int:
-    """How many clusters run at once."""
+    """How many clusters of thread blocks run at once."""
     return _processors() // tiles.cluster
 
 
 def _processors() -> int:
-    """Multiprocessors of the GPU at hand, or of an H100 where there is none."""
+    """How many multiprocessors the GPU has, or an H100 if there is no GPU."""
     device = jax.devices()[0]
     return getattr(device, "core_count", 0) if device.platform == "gpu" else 132

@@ -1,4 +1,4 @@
-"""Which output tiles each cluster of the kernel computes, and in which order."""
+"""Says which output tiles each cluster of the kernel computes, and in which order."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,13 +13,14 @@ from muon2_optax.kernels.tiles import Tiles, Work
 
 
 class OutputTile(NamedTuple):
-    """A thread block's part of an output tile, a square of the result.
+    """A thread block's part of an output tile, which is a square of the result.
 
     Attributes:
-      a: the first panel of A that it takes, and its first row.
-      b: the first panel of B, and its first column, or row of what is transposed.
-      place: where it is in the addends: matrix, row and column.
-      target: and in the result.
+      a: the first panel of A that it takes, and its first row there.
+      b: the first panel of B that it takes, and its first column there, or its first
+        row of a transposed B.
+      place: its place in the addends: matrix, row and column.
+      target: its place in the result.
       mirrored: whether it is stored twice.
     """
 
@@ -35,8 +36,10 @@ class TileScheduler:
     """Deals the output tiles of all members of a stack to the clusters in turn.
 
     Attributes:
-      shapes: of A, B and the result.
-      cut: into how many shards a result goes, along rows and columns.
+      work: how much there is to do.
+      shapes: the shapes of A, B and the result.
+      tiles: how the kernel cuts its work.
+      cut: into how many shards a result is cut, along rows and columns.
     """
 
     work: Work
@@ -45,7 +48,10 @@ class TileScheduler:
     cut: tuple[int, int]
 
     def each(self, run: Callable[[OutputTile, Any], None]) -> None:
-        """Runs with each tile of this cluster, and how many steps came before it."""
+        """Calls ``run(tile, before)`` for each tile of this cluster.
+
+        ``before`` is the number of steps that the tiles before it take.
+        """
         total = self.work.members * self.work.output_tiles
 
         @plgpu.nd_loop((total,), collective_axes="clusters")
@@ -61,7 +67,7 @@ class TileScheduler:
         return jax.tree.map(lambda *of: lax.select(self.work.plain, *of), *choices)
 
     def _top(self, i: Any) -> Any:
-        """First row of this thread block's part of the i-th row of tiles."""
+        """The first row of this thread block's part of the i-th row of tiles."""
         return i * self.tiles.side + lax.axis_index("part") * self.tiles.rows
 
     def _symmetric(self, member: Any, index: Any) -> OutputTile:
@@ -71,10 +77,11 @@ class TileScheduler:
         return OutputTile((first, place[1]), (first, place[2]), place, place, i != j)
 
     def _plain(self, member: Any, index: Any) -> OutputTile:
-        """One of A B: a column of tiles at a time, which share their columns of B.
+        """The tile of A B with this index.
 
-        Every panel and shard begins with a new tile. The last tiles of a shard may
-        reach into the next one; copies end where the shard does.
+        Tiles are taken column by column, because those of a column share their columns
+        of B. Every panel and shard begins with a new tile. The last tiles of a shard
+        may reach into the next one, but copies end where the shard does.
         """
         rows = self.shapes[0][1] // self.tiles.side
         top, j = self._top(lax.rem(index, rows)), lax.div(index, rows)
@@ -91,9 +98,10 @@ class TileScheduler:
 
 
 def triangle(index: Any, count: int) -> tuple[Any, Any]:
-    """Row and column of a lower triangle's element, from its number.
+    """The row and column of the element of a lower triangle with this index.
 
-    The triangle is folded into a rectangle: integer divisions, no square root.
+    The triangle is folded into a rectangle, so that integer divisions suffice and no
+    square root is needed.
     """
     half = (count + 1) // 2
     even = 1 - count % 2

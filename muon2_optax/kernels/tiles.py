@@ -1,17 +1,17 @@
-"""How the symmetric products' kernel cuts its work, and how much there is."""
+"""How the kernel for symmetric products cuts its work, and how much there is."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 
 class Work(NamedTuple):
-    """What the kernel learns at run time, so that one serves all: int32 each.
+    """What the kernel learns at run time, so that one kernel serves all; int32 each.
 
     Attributes:
-      members: of the stacks, those that are computed.
-      panels: of each member in stacks that are kept in panels.
-      output_tiles: of each member's result, those that are computed.
-      steps: along the columns of A, for each output tile.
+      members: how many matrices of the stacks are computed.
+      panels: how many panels each of them has.
+      output_tiles: how many tiles of each result are computed.
+      steps: how many steps along the columns of A an output tile takes.
       addends: how many matrices are added.
       plain: whether the product is A B, not the symmetric A B^T.
     """
@@ -29,12 +29,12 @@ class Tiles:
     """How the kernel cuts its work.
 
     Attributes:
-      rows: rows of a thread block's part of an output tile.
-      side: rows and columns of an output tile, which a cluster of side / rows thread
-        blocks computes; they read their common columns once.
-      depth: columns of A and B per stage of the pipeline.
-      stages: stages in flight.
-      delay: products of a warpgroup that may still run when it asks for more tiles.
+      rows: the rows of a thread block's part of an output tile.
+      side: the rows and columns of an output tile. A cluster of side / rows thread
+        blocks computes it, and reads their common columns of B once.
+      depth: how many columns of A and B a stage of the pipeline holds.
+      stages: how many stages there are.
+      delay: how many products of a warpgroup may still run when it frees a stage.
     """
 
     rows: int = 128

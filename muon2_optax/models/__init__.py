@@ -168,14 +168,14 @@ def settle(
     known: dict[str, tuple[MatrixAxes | None, str]] = {}
     unknown = []
     for leaf in found:
-        answer = _known(leaf, stacks, by_name)
+        answer = _rule_from_model(leaf, stacks, by_name)
         if answer is not None:
             known[leaf.path] = answer
         else:
             unknown.append(leaf)
     unknown += _settle_ties(found, known)
     for leaf in unknown:
-        answer = _named(leaf, stacks, by_name)
+        answer = _rule_from_name(leaf, stacks, by_name)
         if answer is not None:
             known[leaf.path] = answer
     decisions = [(path, axes, reason) for path, (axes, reason) in known.items()]
@@ -183,7 +183,7 @@ def settle(
     return decisions, listed
 
 
-def _known(
+def _rule_from_model(
     leaf: Found, stacks: Stacks, by_name: ByName
 ) -> tuple[MatrixAxes | None, str] | None:
     """What the model says of a leaf; None where it says nothing that fits its shape."""
@@ -195,7 +195,7 @@ def _known(
         return None, reason
     axes = weight.axes
     if weight.shape is not None:
-        added = stacks.added(leaf)
+        added = stacks.added_axes(leaf)
         if added is None or (
             leaf.single and stack_axes(weight.shape, leaf.single) != [()]
         ):
@@ -212,7 +212,7 @@ def _known(
     return axes, reason
 
 
-def _named(
+def _rule_from_name(
     leaf: Found, stacks: Stacks, by_name: ByName
 ) -> tuple[MatrixAxes | None, str] | None:
     """What the leaf's name says of one layer; None where the names have no answer."""
@@ -227,7 +227,7 @@ def _named(
     if leaf.weight is not None:
         about = f"does not fit {leaf.source}"
     if axes is not None and single != leaf.shape:
-        added = stacks.added(leaf)
+        added = stacks.added_axes(leaf)
         if added is None:
             return None
         axes = place(axes, len(leaf.shape), added)

@@ -80,11 +80,11 @@ def find(model: Any, lessons: walk.Lessons) -> Iterator[Found]:
     for path, leaf, places in leaves:
         if not _is_parameter(leaf):
             continue
-        known = walk.given(places, lessons)
+        known = walk.find_given(places, lessons)
         if known is None and id(leaf) in tables:
             known = adam(), tables[id(leaf)]
         if known is None:
-            known = walk.declared(places, MODULES, "equinox")
+            known = walk.find_declared(places, MODULES, "equinox")
         weight, source = known or (None, "")
         yield Found(path, tuple(leaf.shape), walk.owner(places), weight, source)
 
@@ -109,7 +109,7 @@ def _shared_tables(leaves: list[Any], lessons: walk.Lessons) -> dict[int, str]:
         ]
         if not shared or type(leaf).__name__ != "SharedNode":
             continue
-        known = walk.declared(places, MODULES, "equinox")
+        known = walk.find_declared(places, MODULES, "equinox")
         if known is None or known[0].axes is not None:
             continue
         for array in _arrays_read(shared[-1].get, shared[-1].pytree):

@@ -201,7 +201,7 @@ class Stacks:
             for parent in _parents(leaf.path):
                 self._under.setdefault(parent, []).append(leaf)
 
-    def added(self, leaf: Found) -> tuple[int, ...] | None:
+    def added_axes(self, leaf: Found) -> tuple[int, ...] | None:
         """The axes that stacking has added, or None if that does not become clear."""
         ways = self._ways.get(leaf.path, [])
         if len(ways) == 1:
@@ -223,8 +223,10 @@ class Stacks:
         The same counted from the front, or the last (``out_axes=-1``).
         """
         rank = len(leaf.shape)
-        front = set.intersection(*(self._counted(x, 0) for x in together))
-        back = set.intersection(*(self._counted(x, len(x.shape)) for x in together))
+        front = set.intersection(*(self._axes_counted_from(x, 0) for x in together))
+        back = set.intersection(
+            *(self._axes_counted_from(x, len(x.shape)) for x in together)
+        )
         return front | {
             tuple(axis + rank for axis in way) for way in back if way[-1] == -1
         }
@@ -233,7 +235,7 @@ class Stacks:
         ways = self._ways[leaf.path]
         return sorted(leaf.shape[axis] for axis in ways[0]) if ways else []
 
-    def _counted(self, leaf: Found, offset: int) -> set[tuple[int, ...]]:
+    def _axes_counted_from(self, leaf: Found, offset: int) -> set[tuple[int, ...]]:
         return {tuple(a - offset for a in way) for way in self._ways[leaf.path]}
 
 

@@ -178,9 +178,9 @@ def find(
         place = _place(path, seen)
         single = None if place is None else place[0].shapes.get(place[1])
         weight, source = choose(
-            _given(path, seen, single, lessons),
+            _find_given(path, seen, single, lessons),
             logical_axes.read(names, len(shape), axis_names),
-            None if place is None else _declared(*place),
+            None if place is None else _find_declared(*place),
         )
         owner = "" if place is None else type(place[0].module).__name__
         yield Found(path, shape, owner, weight, source, single)
@@ -211,7 +211,7 @@ def _place(path: str, seen: Mapping[str, Seen]) -> tuple[Seen, str] | None:
     return None
 
 
-def _declared(place: Seen, below: str) -> tuple[Weight, str] | None:
+def _find_declared(place: Seen, below: str) -> tuple[Weight, str] | None:
     for base in type(place.module).__mro__:
         if base.__module__.startswith("flax.linen") and base.__name__ in MODULES:
             weights = MODULES[base.__name__](place.module, place.shapes)
@@ -221,7 +221,7 @@ def _declared(place: Seen, below: str) -> tuple[Weight, str] | None:
     return None
 
 
-def _given(
+def _find_given(
     path: str,
     seen: Mapping[str, Seen],
     single: tuple[int, ...] | None,
@@ -234,7 +234,7 @@ def _given(
             below = path[len(above) :].strip("/")
             places.append(walk.Place(inside.module, below))
     places.sort(key=lambda place: -len(place.below))
-    known = walk.given(places, lessons)
+    known = walk.find_given(places, lessons)
     if known is None or single is None:
         return known
     return dataclasses.replace(known[0], shape=(None,) * len(single)), known[1]

@@ -124,9 +124,9 @@ def find(
             continue
         shape = tuple(inner[0].shape)
         weight, source = choose(
-            walk.given(places, lessons),
+            walk.find_given(places, lessons),
             logical_axes.read(_names(box), len(shape), axis_names),
-            walk.declared(places, MODULES, "flax.nnx"),
+            walk.find_declared(places, MODULES, "flax.nnx"),
         )
         if weight is None and not walk.derives(box, "flax.nnx", "Param"):
             continue  # statistics, counters, keys: no optimizer sees them

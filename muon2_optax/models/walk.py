@@ -68,7 +68,7 @@ def derives(x: Any, package: str, name: str = "Module") -> bool:
     )
 
 
-def given(places: Sequence[Place], lessons: Lessons) -> tuple[Weight, str] | None:
+def find_given(places: Sequence[Place], lessons: Lessons) -> tuple[Weight, str] | None:
     """What the user has said of a leaf, by the type of a module above it."""
     for place in reversed(places):
         for base in type(place.module).__mro__:
@@ -80,7 +80,7 @@ def given(places: Sequence[Place], lessons: Lessons) -> tuple[Weight, str] | Non
     return None
 
 
-def declared(
+def find_declared(
     places: Sequence[Place], table: Table, package: str
 ) -> tuple[Weight, str] | None:
     """What the modules of a framework say of a leaf below them.

@@ -12,24 +12,18 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax import averages, dtypes, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
-from muon2_optax.arrays.grouping import grouped
+from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
-from muon2_optax.iteration import adjoint, product
-from muon2_optax.matrices import require_matrix, rules_or_default
-from muon2_optax.optimizers._documented import documented
-from muon2_optax.optimizers._routed import decayed, routed
+from muon2_optax.matrices import require_whole_matrix, rules_or_default
+from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._shared_arguments import optimizer
+from muon2_optax.power_iteration import power_iteration
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
-from muon2_optax.static_arguments import check_static
-
-# Columns of R are rounding noise up to this times sqrt(larger side) times the dtype's
-# eps, relative to the largest one; 1.8 at most was measured on matrices of ranks 1, 2
-# and 5 with sides from 8 to 2048.
-NOISE = 8.0
 
 
 class LowRankState(NamedTuple):
@@ -78,7 +72,6 @@ def scale_by_low_rank_orthonormal(
       Ahn et al. 2025, "Dion", arXiv:2504.05295, algorithm 1.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    check_static(rank_fraction=rank_fraction, seed=seed, mu_dtype=mu_dtype)
     rank_fraction = 1.0 if rank_fraction is None else float(rank_fraction)
     seed = 0 if seed is None else operator.index(seed)
     if not 0 < rank_fraction <= 1:
@@ -86,13 +79,7 @@ def scale_by_low_rank_orthonormal(
     rules = rules_or_default(rules)
 
     def matrix_axes(name: str, leaf: Any) -> ResolvedAxes:
-        axes = require_matrix(rules, name, leaf)
-        if len(axes.splits) > 1:
-            raise ValueError(
-                f"{trees.shown(name)}: low-rank updates take whole matrices; remove"
-                " out_splits from its rule, or store the parts as leaves of their own"
-            )
-        return axes
+        return require_whole_matrix(rules, name, leaf, "low-rank updates")
 
     def init_fn(params: optax.Params) -> LowRankState:
         def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
@@ -110,19 +97,23 @@ def scale_by_low_rank_orthonormal(
             return q, [*axes.batch, None, None]
 
         return LowRankState(
-            moments.zeros_like(params, mu_dtype), trees.map_reduced(leaf, params)
+            averages.zeros_like(params, mu_dtype), trees.map_reduced(leaf, params)
         )
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
         names, lists, rebuild = trees.flatten_leaves(updates, state.mu, state.q)
         axes = [matrix_axes(name, g) for name, g in zip(names, lists[0])]
-        # Leaf by leaf: the update, its momentum and its Q.
-        flat = [x for leaf in zip(*lists) for x in leaf]
 
         def run(settings: tuple[Any, Any], *xs: jax.Array) -> list[jax.Array]:
-            return _run(axes, xs[0::3], xs[1::3], xs[2::3], *settings)
+            leaves = list(map(_Leaf, axes, xs[0::3], xs[1::3], xs[2::3]))
+            done = run_in_groups(
+                leaves, _Leaf.kind, lambda some: _update(some, *settings)
+            )
+            return [x for leaf in done for x in leaf]
 
+        # Leaf by leaf: the update, its momentum and its Q.
+        flat = [x for leaf in zip(*lists) for x in leaf]
         done = dispatch.with_automatic_axes(run, flat, (b1, eps))
         updates, mu, q = rebuild(done[0::3], done[1::3], done[2::3])
         return updates, LowRankState(mu, q)
@@ -131,99 +122,46 @@ def scale_by_low_rank_orthonormal(
 
 
 class _Leaf(NamedTuple):
-    """One leaf: its axes, gradient, momentum and Q, and what the iteration takes."""
+    """The axes of a leaf's matrices, its gradient, momentum and Q."""
 
     axes: ResolvedAxes
     g: jax.Array
     mu: jax.Array
     q: jax.Array
-    matrix: jax.Array  # B = M + G, (*batch, fan_in, fan_out)
-    factor: jax.Array  # Q in the dtype of B
+
+    def kind(self) -> Hashable:
+        """Leaves that agree in it run as one batch."""
+        sides = self.axes.fan_in, self.axes.splits, self.q.shape[-1]
+        return sides, dtypes.compute_dtype(self.g.dtype)
 
 
-def _run(
-    axes: Sequence[ResolvedAxes],
-    gs: Sequence[jax.Array],
-    mus: Sequence[jax.Array],
-    qs: Sequence[jax.Array],
-    b1: Any,
-    eps: Any,
-) -> list[jax.Array]:
-    """All leaves, those of equal shapes as one batch: update, momentum, Q of each."""
-    leaves = []
-    for a, g, mu, q in zip(axes, gs, mus, qs):
-        wide = dtypes.compute_dtype(g.dtype)
-        matrix = a.to_blocks(mu.astype(wide) + g.astype(wide))[0]
-        leaves.append(_Leaf(a, g, mu, q, matrix, q.astype(wide)))
-
-    def key(x: _Leaf) -> Hashable:
-        return x.matrix.shape[-2:], x.q.shape[-2:], x.factor.dtype
-
-    done = grouped(leaves, key, lambda batch: _run_batch(batch, b1, eps))
-    return [x for triple in done for x in triple]
-
-
-def _run_batch(
+def _update(
     leaves: Sequence[_Leaf], b1: Any, eps: Any
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Leaves of equal matrix shapes: update, momentum and Q of each."""
-    b = jnp.concatenate(stacks.to_stacks([x.matrix for x in leaves]))
-    q = jnp.concatenate(stacks.to_stacks([x.factor for x in leaves]))
-    ends = np.cumsum([math.prod(x.matrix.shape[:-2]) for x in leaves])[:-1]
-    parts = [jnp.split(y, ends) for y in _power_iteration(b, q, b1, eps)]
-    results = []
-    for x, update, rest, new_q in zip(leaves, *parts):
+    """The update, the momentum and the Q of leaves of one kind."""
+    dtype = dtypes.compute_dtype(leaves[0].g.dtype)
+    momenta = [
+        x.axes.to_blocks(x.mu.astype(dtype) + x.g.astype(dtype))[0] for x in leaves
+    ]
+    b = jnp.concatenate(stacks.to_stacks(momenta))
+    q = jnp.concatenate(stacks.to_stacks([x.q.astype(dtype) for x in leaves]))
+    ends = np.cumsum([math.prod(x.shape[:-2]) for x in momenta])[:-1]
+    parts = [jnp.split(y, ends) for y in power_iteration(b, q, b1, eps)]
+
+    def restore(x: _Leaf, momentum: jax.Array, *done: jax.Array) -> Any:
         update, rest = (
-            x.axes.from_blocks([y.reshape(x.matrix.shape)]) for y in (update, rest)
+            x.axes.from_blocks([y.reshape(momentum.shape)]) for y in done[:2]
         )
-        results.append(
-            (
-                dtypes.narrow(update, x.g.dtype),
-                dtypes.stored(rest, x.mu),
-                new_q.reshape(x.q.shape).astype(x.q.dtype),
-            )
+        return (
+            dtypes.narrow(update, x.g.dtype),
+            dtypes.narrow_average(rest, x.mu),
+            done[2].reshape(x.q.shape).astype(x.q.dtype),
         )
-    return results
+
+    return list(map(restore, leaves, momenta, *parts))
 
 
-def _column_divisors(r: jax.Array, shape: Sequence[int], eps: Any) -> jax.Array:
-    """Norms of the columns of R, plus eps; infinity where a column is rounding noise.
-
-    Where the momentum has a lower rank than R, the columns beyond it are 0 but for
-    rounding, which normalized would be as large as the others and parallel to them.
-    """
-    norms = roots.sqrt(jnp.sum(moments.square(r), axis=-2, keepdims=True))
-    noise = NOISE * math.sqrt(max(shape[-2:])) * float(jnp.finfo(r.dtype).eps)
-    largest = jnp.max(norms, axis=-1, keepdims=True, initial=0.0)
-    return jnp.where(norms <= noise * largest, jnp.inf, norms + eps)
-
-
-def _power_iteration(
-    b: jax.Array, q: jax.Array, b1: Any, eps: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step on B (*batch, fan_in, fan_out), with Q on either side of it."""
-    on_outputs = b.shape[-1] == q.shape[-2] and b.shape[-2] != q.shape[-2]
-    a = b if on_outputs else adjoint(b)
-    # Taken out and put back, so that no norm overflows.
-    largest = jnp.max(jnp.abs(a), axis=(-2, -1), keepdims=True, initial=0.0)
-    empty = largest == 0
-    largest = jnp.where(empty, 1, largest)
-    whole = a / largest
-    # QR of a zero matrix, whose result is not used, would have no derivative.
-    a = jnp.where(empty, jnp.eye(*a.shape[-2:], dtype=a.dtype), whole)
-    p = jnp.linalg.qr(product(a, q))[0]
-    r = product(adjoint(a), p)
-    p, r = jnp.where(empty, 0, p), jnp.where(empty, q, r)
-    rest = largest * (whole - (1 - b1) * product(p, adjoint(r)))
-    new_q = jnp.where(empty, q, r / _column_divisors(r, a.shape, eps / largest))
-    update = product(p, adjoint(new_q))
-    if not on_outputs:
-        update, rest = adjoint(update), adjoint(rest)
-    return update, rest, new_q
-
-
-@documented
-@check_arguments
+@optimizer()
 def dion(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -270,13 +208,6 @@ def dion(
     >>> tx = dion(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        rank_fraction=rank_fraction,
-        seed=seed,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
@@ -289,11 +220,11 @@ def dion(
                 rules=rules,
             ),
             scale_by_shape(shape_scale, rules=rules),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

@@ -7,21 +7,19 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import dtypes, moments, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 from muon2_optax.axes import ShapeScale
 from muon2_optax.execution import factored_moment
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
-from muon2_optax.optimizers._documented import documented
-from muon2_optax.optimizers._routed import decayed, routed
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
-from muon2_optax.static_arguments import check_static
 
 
 class FactorizedSecondMomentState(NamedTuple):
@@ -85,7 +83,7 @@ def factorized_second_moment(
       Shazeer and Stern 2018, "Adafactor", for the factored form.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
-    rules, shardings = rules_or_default(rules), sharding.checked(shardings)
+    rules, shardings = rules_or_default(rules), sharding.check_shardings(shardings)
 
     def init_fn(params: optax.Params) -> FactorizedSecondMomentState:
         def statistic(which: int) -> Any:
@@ -101,7 +99,7 @@ def factorized_second_moment(
 
         return FactorizedSecondMomentState(
             count=jnp.zeros([], jnp.int32),
-            mu=moments.zeros_like(params, mu_dtype),
+            mu=averages.zeros_like(params, mu_dtype),
             nu_row=statistic(0),
             nu_col=statistic(1),
         )
@@ -109,7 +107,7 @@ def factorized_second_moment(
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        scales = moments.corrections(b1, b2, count, nesterov, bias_correction)
+        scales = averages.corrections(b1, b2, count, nesterov, bias_correction)
         names, axes, gs, (mus, rows, cols), rebuild = flatten_matrices(
             rules, updates, state.mu, state.nu_row, state.nu_col
         )
@@ -118,7 +116,7 @@ def factorized_second_moment(
 
         def leaf(x: Any, mu: jax.Array, moment: Any) -> tuple[jax.Array, ...]:
             r, c, root = moment
-            update, m = _divided(
+            update, m = _divide_by_root(
                 x.g, mu, root, scales, b1=b1, eps=eps, nesterov=nesterov
             )
             return update, m, r.astype(x.row.dtype), c.astype(x.col.dtype)
@@ -132,7 +130,7 @@ def factorized_second_moment(
 
 
 @tracing.once
-def _divided(
+def _divide_by_root(
     g: jax.Array,
     mu: jax.Array,
     root: jax.Array,
@@ -143,16 +141,15 @@ def _divided(
     nesterov: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The update of a leaf and its new momentum, from the root of its V."""
-    m, numerator = moments.momentum_step(g, mu, b1, nesterov)
+    m, numerator = averages.momentum_step(g, mu, b1, nesterov)
     if scales[1] is not None:
         root = jnp.sqrt(scales[1]) * root
-    numerator = moments.scaled(numerator, scales[0])
-    update = roots.divide(numerator, moments.divisor(root, eps))
-    return dtypes.narrow(update, g.dtype), dtypes.stored(m, mu)
+    numerator = averages.scale(numerator, scales[0])
+    update = roots.divide(numerator, averages.divisor(root, eps))
+    return dtypes.narrow(update, g.dtype), dtypes.narrow_average(m, mu)
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=3)
 def muon2_f(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -202,18 +199,10 @@ def muon2_f(
     >>> tx = muon2_f(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["muon2_f"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
+            # Lines 4 to 9 of Algorithm 2: M, r, c and M / (sqrt(V-hat) + eps).
             factorized_second_moment(
                 b1,
                 b2,
@@ -224,15 +213,17 @@ def muon2_f(
                 rules=rules,
                 shardings=shardings,
             ),
+            # Line 10: O.
             newton_schulz_orthogonalize(
                 ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
             ),
+            # Line 11: the step, here with weight decay.
             scale_by_shape(shape_scale, rules=rules),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

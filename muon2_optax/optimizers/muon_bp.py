@@ -14,14 +14,12 @@ from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._documented import documented
-from muon2_optax.optimizers._routed import decayed, routed
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
-from muon2_optax.static_arguments import check_static
 
 # Every leaf that a block transform sees is a stack of blocks.
 _BLOCK_RULES = MatrixRules((("", MatrixAxes(-2, -1)),))
@@ -155,8 +153,7 @@ def _join(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[..., : shape[-2], : shape[-1]]
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=5)
 def muon_bp(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -207,34 +204,25 @@ def muon_bp(
     >>> tx = muon_bp(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["muon_bp"] if ns_steps is None else ns_steps
     period = 5 if period is None else period
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
-        whole = _orthogonalized(rules, ns_steps, ns_coeffs, ns_dtype, shape_scale)
+        whole = _orthogonalize(rules, ns_steps, ns_coeffs, ns_dtype, shape_scale)
 
         def blocks(block_rules: MatrixRules) -> optax.GradientTransformation:
-            return _orthogonalized(
+            return _orthogonalize(
                 block_rules, ns_steps, ns_coeffs, ns_dtype, shape_scale
             )
 
-        in_grid = _scaled(in_blocks(blocks, block_grid, rules=rules), block_scale)
+        in_grid = _scale(in_blocks(blocks, block_grid, rules=rules), block_scale)
         return optax.chain(
             scale_by_momentum(b1, nesterov=nesterov, mu_dtype=mu_dtype),
             periodically(whole, in_grid, period),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,
@@ -251,7 +239,7 @@ def muon_bp(
     )
 
 
-def _scaled(
+def _scale(
     inner: optax.GradientTransformation, factor: Any
 ) -> optax.GradientTransformation:
     """``inner``, its updates times a factor: not within, where no array may be."""
@@ -263,9 +251,9 @@ def _scaled(
     return optax.GradientTransformation(inner.init, update_fn)
 
 
-def _orthogonalized(
+def _orthogonalize(
     rules: MatrixRules,
-    ns_steps: int,
+    ns_steps: int | None,
     ns_coeffs: NSCoeffs,
     ns_dtype: DTypeLike | None,
     shape_scale: ShapeScale,

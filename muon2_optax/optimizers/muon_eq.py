@@ -8,19 +8,16 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, roots, trees
-from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._documented import documented
-from muon2_optax.optimizers._routed import decayed, routed
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
-from muon2_optax.static_arguments import check_static
 
 Form = Literal["roots", "sweeps"]
 FORMS = ("roots", "sweeps")
@@ -77,9 +74,9 @@ def equilibrate(
 
         def leaf(name: str, m: jax.Array) -> tuple[jax.Array]:
             axes = require_matrix(rules, name, m)
-            wide = m.astype(dtypes.compute_dtype(m.dtype))
+            wide = dtypes.widen(m)
             # Entries of at most 1: their squares are in the range of float32.
-            x = wide / _positive(_largest(wide, axes))
+            x = wide / roots.replace_zero(_largest(wide, axes))
             return (dtypes.narrow(scale(x, axes), m.dtype),)
 
         return trees.map_leaves(leaf, updates)[0]
@@ -92,21 +89,21 @@ def _by_roots(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     sizes = jnp.asarray(axes.per_output(axes.splits), rows.dtype)
     # The fourth roots of the sums are the roots of the norms.
     along = roots.fourth_root(rows * sizes)
-    return x / _positive(along * roots.fourth_root(columns * axes.fan_in))
+    return x / roots.replace_zero(along * roots.fourth_root(columns * axes.fan_in))
 
 
 def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     rows, _ = _mean_squares(x, axes)
     # Means over the rows' means; every block's is where the block's outputs are.
     size = roots.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
-    x = x / _positive(size)
+    x = x / roots.replace_zero(size)
     for _ in range(SWEEPS):
-        x = x / _held(_mean_squares(x, axes)[1])
-        x = x / _held(_mean_squares(x, axes)[0])
+        x = x / _limited_root(_mean_squares(x, axes)[1])
+        x = x / _limited_root(_mean_squares(x, axes)[0])
     return x
 
 
-def _held(mean_square: jax.Array) -> jax.Array:
+def _limited_root(mean_square: jax.Array) -> jax.Array:
     """What a row or column is divided by; zero ones stay zero whatever it is."""
     return jnp.clip(roots.sqrt(mean_square), 1 / LARGEST, LARGEST)
 
@@ -131,12 +128,7 @@ def _largest(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     return axes.by_block(largest)
 
 
-def _positive(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 1, x)
-
-
-@documented
-@check_arguments
+@optimizer(ns_steps=5)
 def muon_eq(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -186,15 +178,6 @@ def muon_eq(
     >>> tx = muon_eq(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["muon_eq"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
@@ -204,11 +187,11 @@ def muon_eq(
                 ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules, shardings=shardings
             ),
             scale_by_shape(shape_scale, rules=rules),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

@@ -5,23 +5,19 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ShapeScale
-from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._documented import documented
-from muon2_optax.optimizers._routed import decayed, routed
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
+from muon2_optax.output_moments import scale_by_neuron_second_moment
 from muon2_optax.rules import MatrixRules
-from muon2_optax.scaling import keep_norm, scale_by_neuron_second_moment, scale_by_shape
+from muon2_optax.scaling import keep_norm, scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
-from muon2_optax.static_arguments import check_static
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=5)
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -78,15 +74,6 @@ def normuon(
     >>> tx = normuon(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["normuon"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
@@ -96,11 +83,11 @@ def normuon(
             ),
             keep_norm(scale_by_neuron_second_moment(b2, eps, rules=rules), rules=rules),
             scale_by_shape(shape_scale, rules=rules),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

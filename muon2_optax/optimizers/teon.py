@@ -12,20 +12,18 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, operands
-from muon2_optax.arguments import check_arguments
+from muon2_optax.arguments import check_static
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._documented import documented
-from muon2_optax.optimizers._routed import decayed, routed
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
-from muon2_optax.schedules import coefficients
+from muon2_optax.schedules import plans
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import locate
-from muon2_optax.static_arguments import check_static
 
 # Query, key and value projections under the names that model codes give them.
 ATTENTION_INPUTS = r"(^|/)(q|k|v|wq|wk|wv|query|key|value|[qkv]_proj)(/|$)"
@@ -63,9 +61,9 @@ def orthogonalize_jointly(
     """
     check_static(group_size=group_size, ns_steps=ns_steps, ns_dtype=ns_dtype)
     dtypes.canonical("ns_dtype", ns_dtype)
-    ns_steps = NS_STEPS["teon"] if ns_steps is None else ns_steps
+    ns_steps = 5 if ns_steps is None else ns_steps
     rules = rules_or_default(rules)
-    numbers, plan_with = operands.split_plan(coefficients.resolve(ns_coeffs, ns_steps))
+    numbers, plan_with = operands.split_plan(plans.resolve(ns_coeffs, ns_steps))
     group_size = 2 if group_size is None else operator.index(group_size)
     if group_size < 1:
         raise ValueError(f"group_size must be 1 or more, got {group_size}")
@@ -82,7 +80,7 @@ def orthogonalize_jointly(
         def run(numbers: Sequence[jax.Array], *xs: jax.Array) -> list[jax.Array]:
             blocks = [a.to_blocks(x) for a, x in zip(axes, xs)]
             together = [
-                _pooled([blocks[i] for i in members], group_size if joined else 1)
+                _pool([blocks[i] for i in members], group_size if joined else 1)
                 for members, joined in kinds
             ]
             flat, structure = jax.tree.flatten(together)
@@ -93,7 +91,7 @@ def orthogonalize_jointly(
             together = structure.unflatten(done)
             for (members, joined), done in zip(kinds, together):
                 alone = [blocks[i] for i in members]
-                results = _unpooled(done, alone, group_size if joined else 1)
+                results = _unpool(done, alone, group_size if joined else 1)
                 for i, result in zip(members, results):
                     blocks[i] = result
             return [a.from_blocks(b) for a, b in zip(axes, blocks)]
@@ -118,7 +116,7 @@ def _kinds(
     return [(sorted(m, key=layer), not isinstance(k, int)) for k, m in kinds.items()]
 
 
-def _pooled(kind: list[list[jax.Array]], size: int) -> list[jax.Array]:
+def _pool(kind: list[list[jax.Array]], size: int) -> list[jax.Array]:
     """All matrices of one kind, in groups of ``size`` and, last, what is left over."""
     if size == 1:
         return [block for leaf in kind for block in leaf]
@@ -131,10 +129,10 @@ def _pooled(kind: list[list[jax.Array]], size: int) -> list[jax.Array]:
     return pool
 
 
-def _unpooled(
+def _unpool(
     done: list[jax.Array], kind: list[list[jax.Array]], size: int
 ) -> list[list[jax.Array]]:
-    """Inverse of ``_pooled``: its matrices as blocks of the leaves of one kind."""
+    """Inverse of ``_pool``: its matrices as blocks of the leaves of one kind."""
     if size == 1:
         return jax.tree.unflatten(jax.tree.structure(kind), done)
     columns = []
@@ -147,8 +145,7 @@ def _unpooled(
     return [list(leaf) for leaf in zip(*columns)]
 
 
-@documented
-@check_arguments
+@optimizer(ns_steps=5)
 def teon(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,
@@ -197,16 +194,6 @@ def teon(
     >>> tx = teon(learning_rate=0.02, adam_learning_rate=3e-3)
     >>> updates, state = tx.update(params, tx.init(params), params)
     """
-    check_static(
-        group_size=group_size,
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        mu_dtype=mu_dtype,
-        weight_decay_mask=weight_decay_mask,
-    )
-    ns_steps = NS_STEPS["teon"] if ns_steps is None else ns_steps
-    rules = rules_or_default(rules)
 
     def matrix(rules: MatrixRules) -> optax.GradientTransformation:
         return optax.chain(
@@ -215,11 +202,11 @@ def teon(
                 joint, group_size, ns_steps, ns_coeffs, ns_dtype=ns_dtype, rules=rules
             ),
             scale_by_shape(shape_scale, rules=rules),
-            decayed(weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return routed(
+    return route(
         matrix,
         rules,
         learning_rate=learning_rate,

@@ -1,16 +1,17 @@
 """What a tree as a whole says of its leaves, as one rule for each."""
 
 import collections
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from muon2_optax.routing import doubts, names, neighbours
+from muon2_optax.routing import doubts, names
 from muon2_optax.routing.kinds import Kind, kind_of
 from muon2_optax.routing.leaves import LeafRule
+from muon2_optax.routing.neighbours import Tree, rules_by_neighbours
+from muon2_optax.routing.orientation import IN_OUT, RANK_2, rules_by_orientation
 
 Shape = tuple[int, ...]
-# What a leaf of rank 2 is where nothing else is known.
-IN_OUT, RANK_2 = neighbours.IN_OUT, "default: rank 2"
 
 
 def rules_of_tree(
@@ -41,17 +42,18 @@ def rules_of_tree(
     sizes = doubts.Sizes.of(
         list(shapes.values()), [shapes[path] for path in matrices], tables
     )
-    found = neighbours.findings(leaves, unnamed)
+    tree = Tree(leaves)
+    found = rules_by_orientation(tree, unnamed) | rules_by_neighbours(tree, unnamed)
     rules = []
     for path in unnamed:
         if len(shapes[path]) > 2:
             if path in found:
-                rules.append(LeafRule(path, None, found[path].reason))
+                rules.append(found[path])
             continue
-        known = found.get(path, neighbours.Finding(IN_OUT, RANK_2))
+        known = found.get(path, LeafRule(path, IN_OUT, RANK_2))
         doubt = _doubt(known, shapes[path], kinds[path], sizes)
         if path in found or doubt:
-            rules.append(LeafRule(path, known.axes, known.reason, doubt))
+            rules.append(dataclasses.replace(known, doubt=doubt))
     biases = {names.components(p)[:-1]: s for p, s in leaves if _is_bias(p, s)}
     for path, kind in kinds.items():
         if kind is not None and kind.adam:
@@ -72,7 +74,7 @@ def _is_bias(path: str, shape: Shape) -> bool:
 
 
 def _doubt(
-    known: neighbours.Finding, shape: Shape, kind: Kind | None, sizes: doubts.Sizes
+    known: LeafRule, shape: Shape, kind: Kind | None, sizes: doubts.Sizes
 ) -> str:
     if known.axes is None:
         return known.doubt

@@ -12,7 +12,7 @@ Patterns = tuple[tuple[str, MatrixAxes | None], ...]
 
 
 def patterns_from(dimension_numbers: Any, params: optax.Params | None) -> Patterns:
-    """The patterns of ``MatrixRules.from_dimension_numbers``, which see."""
+    """The patterns of the rules that ``MatrixRules.from_dimension_numbers`` returns."""
     if dimension_numbers is None:
         return ()
     if _is_spec(dimension_numbers):
@@ -30,7 +30,7 @@ def patterns_from(dimension_numbers: Any, params: optax.Params | None) -> Patter
             continue
         if spec is not None and not _is_spec(spec):
             raise TypeError(
-                f"{trees.shown(name)}: want MuonDimensionNumbers or None, got {spec!r}"
+                f"{trees.quote(name)}: want MuonDimensionNumbers or None, got {spec!r}"
             )
         axes = None if spec is None else _from_spec(spec)
         patterns.append((f"^{re.escape(name)}(/|$)" if name else r"", axes))

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from muon2_optax.routing.kinds import Kind
 from muon2_optax.routing.leaves import Case
 from muon2_optax.routing.names import normal, pattern_of
-from muon2_optax.routing.neighbours import UNORIENTED
+from muon2_optax.routing.orientation import UNORIENTED
 
 Shape = tuple[int, ...]
 # Matrices of hidden layers have more inputs and outputs than this, and are less oblong.

@@ -6,6 +6,8 @@ a vector for each head, channel, layer or token, or a kernel whose channels do n
 
 Patterns are compared with whole names, written as words joined by "_" (``names.Name``):
 ``LayerNorm_0`` is ``layer_norm``. They are tried in the order of the table.
+
+The file is long because the table is: a new kind of name is one more row.
 """
 
 import dataclasses

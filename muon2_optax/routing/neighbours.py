@@ -5,63 +5,46 @@ beside it, and an axis that all leaves of a subtree share stacks layers.
 """
 
 import collections
-import dataclasses
 import re
 from collections.abc import Sequence
 
-from muon2_optax.axes import MatrixAxes
+from muon2_optax.routing.leaves import LeafRule
 from muon2_optax.routing.names import components
 
 Shape = tuple[int, ...]
 Path = tuple[str, ...]
-IN_OUT, OUT_FIRST = MatrixAxes(0, 1), MatrixAxes(-1, -2)
-UNORIENTED = "nothing says whether it is stored (in, out) or (out, in)"
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """What its neighbours say of one leaf.
-
-    Attributes:
-      axes: the axes of its matrices; None for AdamW.
-      reason: how they say it.
-      doubt: what speaks against it; empty where nothing does.
-    """
-
-    axes: MatrixAxes | None
-    reason: str
-    doubt: str = ""
-
-
-def findings(
-    leaves: Sequence[tuple[str, Shape]], candidates: Sequence[str]
-) -> dict[str, Finding]:
-    """What neighbours decide, by path, and only where they do.
+def rules_by_neighbours(tree: "Tree", candidates: Sequence[str]) -> dict[str, LeafRule]:
+    """What neighbours send to AdamW, by path.
 
     Args:
-      leaves: path and shape of every leaf of the tree, each path once.
-      candidates: the leaves that are matrices or without a rule by themselves.
+      tree: all leaves.
+      candidates: the paths of those that are matrices or without a rule by themselves.
     """
-    tree = _Tree(leaves)
-    found = _oriented(tree, candidates)
+    found = {}
+
+    def send(path: str, reason: str, doubt: str = "") -> None:
+        found[path] = LeafRule(path, None, reason, doubt)
+
     for path in candidates:
         key = tree.key(path)
         shape = tree.shapes[key]
-        if tree.stacked(key):
-            doubt = "it is wider than the layers' matrices" if tree.wide(key) else ""
-            found[path] = Finding(None, "vectors of stacked layers", doubt)
+        if tree.is_stacked(key):
+            doubt = "it is wider than the layers' matrices" if tree.is_wide(key) else ""
+            send(path, "vectors of stacked layers", doubt)
         elif shape is not None and tree.is_bias(key, shape):
-            found[path] = Finding(None, "bias beside its weight")
+            send(path, "bias beside its weight")
         elif tree.is_gate(key):
-            found[path] = Finding(None, "router beside its experts")
+            send(path, "router beside its experts")
         elif len(shape or ()) > 2 and sorted(shape or ())[-2] == 1:
-            found[path] = Finding(None, "a vector: all sides but one are 1")
+            send(path, "a vector: all sides but one are 1")
         elif tree.is_state_space(key):
-            found[path] = Finding(None, "beside a state space's parameters")
+            send(path, "beside a state space's parameters")
     return found
 
 
-class _Tree:
+class Tree:
     """Leaves by the module that owns them, and what is known of each subtree."""
 
     def __init__(self, leaves: Sequence[tuple[str, Shape]]) -> None:
@@ -96,7 +79,7 @@ class _Tree:
     def siblings(self, key: Path) -> set[str]:
         return self.children[key[:-1]]
 
-    def stacked(self, key: Path) -> bool:
+    def is_stacked(self, key: Path) -> bool:
         """Whether the leaf is in a subtree of stacked layers, and may be a vector.
 
         A ``kernel`` of rank 2 would be of rank 1 in its layer, which no layer has.
@@ -105,7 +88,7 @@ class _Tree:
             return False
         return any(key[:depth] in self._stacks for depth in range(len(key)))
 
-    def wide(self, key: Path) -> bool:
+    def is_wide(self, key: Path) -> bool:
         """Whether a leaf has a side that no matrix stacked with it has the like of."""
         sides = [self._stacks.get(key[:depth], 0) for depth in range(len(key))]
         return max(self.shapes[key] or (0,)) > max(sides)
@@ -172,94 +155,6 @@ class _Subtree:
             len(sizes) == 1 and 0 < next(iter(sizes)) < self.largest
             for sizes in self.sizes
         )
-
-
-def _oriented(tree: _Tree, candidates: Sequence[str]) -> dict[str, Finding]:
-    """Which leaves are stored (out, in), as torch and Equinox store ``weight``.
-
-    A ``kernel`` is (in, out) unless a bias says otherwise, as in Hugging Face's Flax
-    GPT-2; of a ``weight`` nothing is known.
-    """
-    found = {}
-    for name in (_WEIGHT, _KERNEL):
-        keys = {path: tree.key(path) for path in candidates}
-        votes = {
-            path: _says_bias(tree, key)
-            for path, key in keys.items()
-            if key and name.fullmatch(key[-1]) and tree.rank(key) == 2
-        }
-        by_bias = {vote for vote in votes.values() if vote is not None}
-        others = by_bias
-        if not by_bias and votes and name is _WEIGHT:
-            others = _says_tree(tree)
-        for path, vote in votes.items():
-            if vote:
-                found[path] = Finding(OUT_FIRST, "(out, in), by its bias")
-            elif vote is None and others == {True}:
-                found[path] = Finding(OUT_FIRST, "(out, in), as others here")
-            elif vote is None and others != {False} and name is _WEIGHT:
-                if not tree.is_square(keys[path]):
-                    found[path] = Finding(IN_OUT, "default: rank 2", UNORIENTED)
-    return found
-
-
-def _says_bias(tree: _Tree, key: Path) -> bool | None:
-    """Whether the bias beside a weight has its first side, and not its second."""
-    shape = tree.shapes[key]
-    bias = tree.beside(key, re.sub("weights?|kernel", "bias", key[-1]))
-    if shape is None or bias is None or len(bias) != 1 or shape[0] == shape[1]:
-        return None
-    return {shape[0]: True, shape[1]: False}.get(bias[0])
-
-
-_WEIGHT, _KERNEL = re.compile(r"(?:.*_)?weights?"), re.compile(r"(?:.*_)?kernel")
-_WIDENS = re.compile(
-    r"up_proj|gate_proj|gate_up_proj|w1|w3|wi(_\d)?|c_fc|fc1|fc_in|intermediate"
-)
-_NARROWS = re.compile(r"down_proj|w2|wo|fc2|fc_out")
-_KEYS = re.compile(r"(w?)k(_proj)?|(w?)key(_proj)?")
-_HEADS = re.compile(r"(lm_)?head|output|unembed")
-
-
-def _says_tree(tree: _Tree) -> set[bool]:
-    """What names and sizes say where no bias does: True where a weight is out first.
-
-    MLPs widen and narrow; keys of fewer heads share the inputs of their queries; and a
-    head has as many outputs as the embedding has rows.
-    """
-    votes = set()
-    rows = {shape[0] for shape in _embeddings(tree)}
-    for key, shape in tree.shapes.items():
-        if shape is None or len(shape) != 2 or shape[0] == shape[1]:
-            continue
-        if len(key) < 2 or not _WEIGHT.fullmatch(key[-1]):
-            continue
-        owner = key[-2].lower()
-        if _WIDENS.fullmatch(owner):
-            votes.add(shape[0] > shape[1])
-        elif _NARROWS.fullmatch(owner):
-            votes.add(shape[0] < shape[1])
-        elif _HEADS.fullmatch(owner) and rows & set(shape):
-            votes.add(shape[0] in rows)
-        elif _KEYS.fullmatch(owner):
-            query = owner.replace("key", "k").replace("k", "q", 1)
-            query = query.replace("q", "query", 1) if "key" in owner else query
-            sides = tree.shapes.get((*key[:-2], query, key[-1])) or ()
-            shared = [side in sides for side in shape]
-            if sum(shared) == 1:
-                votes.add(shared[1])
-    return votes
-
-
-def _embeddings(tree: _Tree) -> list[Shape]:
-    pattern = re.compile(r"(?i).*(embed|wte|emb).*")
-    return [
-        shape
-        for key, shape in tree.shapes.items()
-        if shape
-        and len(shape) == 2
-        and any(pattern.fullmatch(part) for part in key[-2:])
-    ]
 
 
 def _weights_of(name: str) -> list[str]:

@@ -2,8 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from muon2_optax.axes import MatrixAxes
 from muon2_optax.routing import names
+
+Pattern = tuple[str, MatrixAxes | None]
 
 # What ``dimension_numbers`` writes: one path and all below it.
 _BELOW = re.compile(r"\^(.+)\(/\|\$\)", re.DOTALL)
@@ -62,6 +66,32 @@ class Patterns:
     def _forms(self, path: str) -> list[str]:
         normal = names.normal(path) if self._in_normal_form else path
         return [path] if normal == path else [path, normal]
+
+
+def check_patterns(patterns: Sequence[Any]) -> tuple[Pattern, ...]:
+    """The patterns of ``MatrixRules`` as a tuple of pairs.
+
+    Raises:
+      TypeError: what is no pair of a str and ``MatrixAxes`` or None.
+      ValueError: what is no regular expression.
+    """
+    pairs: list[Pattern] = []
+    for pair in patterns:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"a rule is a (pattern, MatrixAxes) pair, got {pair!r}")
+        pattern, axes = pair
+        if not isinstance(pattern, str):
+            raise TypeError(f"a pattern is a str, got {pattern!r}")
+        if axes is not None and not isinstance(axes, MatrixAxes):
+            raise TypeError(f"rule {pattern!r}: want MatrixAxes or None, got {axes!r}")
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as err:
+            raise ValueError(
+                f"rule {pattern!r} is no regular expression: {err}"
+            ) from err
+        pairs.append((pattern, axes))
+    return tuple(pairs)
 
 
 def _literal(pattern: str) -> str | None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from examples.config import parse
 from examples.data import loader
 from examples.data import tokens as tok
-from examples.data.loader import prefetch, shuffled
+from examples.data.loader import epoch_order, prefetch
 from examples.options import UserError
-from examples.runs import store_settings
 
 TEXTS = ["def f(x):\n    return x\n", "caf\u00e9 \u4f60\u597d \U0001f600  \n\n", "a"]
 DOCUMENTS = [text.encode() for text in TEXTS]
@@ -51,6 +51,16 @@ def test_bpe_is_shorter_and_counts_every_byte_once(bpe: tok.SubwordTokenizer) ->
         assert ids.max() < bpe.vocab_size
     source = inspect.getsource(argparse).encode()
     assert len(bpe.encode([source])[0]) < 0.7 * len(source)
+
+
+def test_bytes_that_no_token_holds_are_counted() -> None:
+    """A tokenizer that drops spaces: those at the end belong to the last token."""
+    model = tokenizers.models.WordLevel({"one": 0, "tw\u00f6": 1}, unk_token="one")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words = tok.SubwordTokenizer(library, "words")
+    (counts,) = words.byte_counts([" one  tw\u00f6 \n ".encode()])
+    assert counts.tolist() == [4, 2 + 4 + 3]
 
 
 def test_bpe_training_is_deterministic(bpe: tok.SubwordTokenizer) -> None:
@@ -114,21 +124,10 @@ def test_a_host_reads_its_rows_of_the_same_batch() -> None:
         np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 17, 256, 257, 1000, 65_537])
-def test_the_order_is_a_permutation(size: int) -> None:
-    index = np.arange(size)
-    orders = [shuffled(index, size, *key) for key in ((0, 0), (0, 1), (1, 0))]
-    for order in orders:
-        np.testing.assert_array_equal(np.sort(order), index)
-    if size > 8:
-        assert len({order.tobytes() for order in orders}) == 3
-    # A part of the places gives the same part of the order.
-    np.testing.assert_array_equal(shuffled(index[::3], size, 0, 0), orders[0][::3])
-
-
 def test_the_order_looks_shuffled() -> None:
     size = 20_000
-    order = shuffled(np.arange(size), size, 0, 0)
+    order = epoch_order(size, 0, 0)
+    np.testing.assert_array_equal(np.sort(order), np.arange(size))
     assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.03
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
     # Every block of the order draws from all of the range alike (chi-squared, 90 d.f.).
@@ -137,13 +136,24 @@ def test_the_order_looks_shuffled() -> None:
     # Few places stay, and few neighbours stay neighbours, as chance has it (1 and 2).
     assert (order == np.arange(size)).sum() < 8
     assert (np.abs(np.diff(order)) == 1).sum() < 12
+    for other in (epoch_order(size, 0, 1), epoch_order(size, 1, 0)):
+        assert (order == other).sum() < 8
 
 
-def test_the_order_needs_no_memory() -> None:
-    size = 10**15
-    order = shuffled(np.arange(1000), size, 0, 0)
-    assert len(set(order.tolist())) == 1000
-    assert 0 <= order.min() < size // 100 < size - size // 100 < order.max() < size
+def pcg64(state: int, increment: int, count: int) -> Iterator[int]:
+    """XSL RR 128/64 in Python's integers (M. O'Neill, 2014, section 6.3.3)."""
+    for _ in range(count):
+        state = (state * 0x2360ED051FC65DA44385DF649FCCF645 + increment) % 2**128
+        word, turn = (state >> 64 ^ state) % 2**64, state >> 122
+        yield (word >> turn | word << 64 - turn) % 2**64
+
+
+def test_the_order_is_that_of_a_published_generator() -> None:
+    """So that a run can be continued with another version of NumPy."""
+    start = np.random.PCG64([5, 2]).state["state"]
+    words = list(pcg64(start["state"], start["inc"], 300))
+    expected = sorted(range(300), key=words.__getitem__)
+    assert epoch_order(300, 5, 2).tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
@@ -212,25 +222,18 @@ def test_a_text_shorter_than_one_batch(tmp_path: Path, length: int) -> None:
         loader.load(parse(options))
 
 
-def test_a_changed_tokenizer_is_refused_on_resume(
-    tmp_path: Path, text_path: Path
-) -> None:
-    """Of the same size, and the same text: only the ids tell."""
+def test_another_tokenizer_has_another_digest(tmp_path: Path, text_path: Path) -> None:
+    """Of the same size, and the same text: only the ids tell. Runs go on by it."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     text = text_path.read_bytes()
     for path, part in ((one, text[:20_000]), (two, text[-20_000:])):
         tok.train_bpe([part], 300).save(path)
 
-    def store(path: Path) -> None:
+    def digest(path: Path) -> str:
         options = ["--data", str(text_path), "--seq-len", "32", "--batch-size", "4"]
-        config = parse([*options, "--tokenizer", str(path)])
-        data = loader.load(config)
-        digest, vocab_size = data.about["digest"], data.tokenizer.vocab_size
-        store_settings(tmp_path, config, vocab_size, digest, write=True)
+        return loader.load(parse([*options, "--tokenizer", str(path)])).about["digest"]
 
-    store(one)
+    before = digest(one)
     # Another layout of the same file is the same tokenizer.
     one.write_text(json.dumps(json.loads(one.read_text())))
-    store(one)
-    with pytest.raises(UserError, match="tokenizer differs .* and --tokenizer that"):
-        store(two)
+    assert digest(one) == before != digest(two)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.config import DataConfig, parse
-from examples.data import corpus, loader, shards
+from examples.config import parse
+from examples.data import loader, shards
 from examples.data import tokens as tok
 from examples.files import read_json, write_json
 from examples.options import UserError
@@ -24,8 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_path: Path) -> Path:
     (root / "train.txt").write_text("<|endoftext|>\n".join(parts[:-5]))
     (root / "val.txt").write_text("<|endoftext|>\n".join(parts[-5:]))
     argv = ["--data", str(root), "--out", str(root / "out"), "--tokenizer", "bpe"]
-    assert main([*argv, "--vocab-size", "400", "--shard-tokens", "10000"]) == 0
+    assert main([*argv, "--vocab-size", "400", "--shard-bytes", "20000"]) == 0
     return root / "out"
+
+
+def texts_of(root: Path) -> list[list[bytes]]:
+    """Documents of train.txt and val.txt."""
+    files = (root / f"{split}.txt" for split in ("train", "val"))
+    return [file.read_bytes().split(b"<|endoftext|>\n") for file in files]
 
 
 @pytest.fixture
@@ -36,9 +42,8 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 def test_shards_hold_the_tokens_of_the_text(folder: Path) -> None:
     opened = shards.open_folder(folder)
     assert len(opened.split("train")) > 2
-    text = corpus.load(DataConfig(data=(str(folder.parent),)))
-    tokenizer = opened.tokenizer()
-    for split, documents in (("train", text.train), ("val", text.val)):
+    (train, val), tokenizer = texts_of(folder.parent), opened.tokenizer()
+    for split, documents in (("train", train), ("val", val)):
         expected = tok.stream(tokenizer.encode(documents), tokenizer.end_id, np.int32)
         stream = opened.stream(split)
         np.testing.assert_array_equal(stream[0 : len(stream)], expected)
@@ -46,7 +51,7 @@ def test_shards_hold_the_tokens_of_the_text(folder: Path) -> None:
         assert sum(shard.documents for shard in chosen) == len(documents)
         assert sum(shard.bytes for shard in chosen) == sum(map(len, documents))
         assert sum(shard.tokens for shard in chosen) == len(expected)
-    counts = tok.stream(tokenizer.byte_counts(text.val), 0, np.int64)
+    counts = tok.stream(tokenizer.byte_counts(val), 0, np.int64)
     stream = opened.stream("val_bytes")
     np.testing.assert_array_equal(stream[0 : len(stream)], counts)
 
@@ -135,6 +140,10 @@ def test_another_tokenizer_is_refused(copy: Path) -> None:
         UserError, match=r"tokenizer\.json: not the tokenizer that made"
     ):
         loader.load(parse(options))
+    # Of the same size: only the checksum tells.
+    path.write_text(json.dumps(json.loads(good)))
+    with pytest.raises(UserError, match=r"tokenizer\.json: not the tokenizer .* check"):
+        loader.load(parse(options))
     path.write_text(good)
     index = read_json(copy / shards.INDEX)
     index["tokenizer"]["vocab_size"] = 399
@@ -162,14 +171,14 @@ def test_content_that_changed_is_named_when_it_is_read(copy: Path) -> None:
 
 
 def test_every_block_has_a_checksum(tmp_path: Path) -> None:
-    ids = [np.arange(40_000), np.arange(60_000)]
-    shard = shards.write_shard(tmp_path / "a.bin", "train", "<u2", ids, 10)
+    ids = np.arange(100_000).astype("<u2")
+    shard = shards.write_shard(tmp_path / "a.bin", "train", ids, 2, 10)
     assert len(shard.blocks) == -(-200_000 // 2**16) == 4
     raw = bytearray((tmp_path / "a.bin").read_bytes())
     raw[-1] ^= 1
     (tmp_path / "a.bin").write_bytes(raw)
     stream = shards.ShardStream(tmp_path, [shard])
-    np.testing.assert_array_equal(stream[39_990:40_010][:10], np.arange(39_990, 40_000))
+    np.testing.assert_array_equal(stream[39_990:40_010], np.arange(39_990, 40_010))
     with pytest.raises(UserError, match=r"\(block 3\)"):
         stream[99_000:99_001]
 
@@ -178,8 +187,15 @@ def test_what_is_no_complete_folder(copy: Path, text_path: Path) -> None:
     with pytest.raises(UserError, match="goes alone"):
         shards.find([str(text_path), str(copy)])
     assert shards.find([str(text_path)]) is None
-    (copy / shards.INDEX).unlink()
+    index = read_json(copy / shards.INDEX)
+    write_json(copy / shards.INDEX, index | {"finished": False})
     with pytest.raises(UserError, match="preparation was interrupted"):
+        loader.load(parse(["--data", str(copy)]))
+    del index["finished"]  # as folders were written before there was this field
+    write_json(copy / shards.INDEX, index)
+    shards.open_folder(copy)
+    (copy / shards.INDEX).unlink()
+    with pytest.raises(UserError, match=r"no index\.json in it"):
         loader.load(parse(["--data", str(copy)]))
     write_json(copy / shards.INDEX, {"format": "version 0", "shards": []})
     with pytest.raises(UserError, match="not of the format .*; prepare it anew"):
@@ -187,8 +203,8 @@ def test_what_is_no_complete_folder(copy: Path, text_path: Path) -> None:
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    ids = [np.array([1, 70_000]), np.array([2**31])]
-    shard = shards.write_shard(tmp_path / "a.bin", "train", "<u4", ids, 10)
+    ids = np.array([1, 70_000, 2**31], "<u4")
+    shard = shards.write_shard(tmp_path / "a.bin", "train", ids, 2, 10)
     assert (tmp_path / "a.bin").stat().st_size == 12
     stream = shards.ShardStream(tmp_path, [shard])
     assert stream[0:3].tolist() == [1, 70_000, 2**31]

@@ -6,11 +6,11 @@ import lzma
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
-from examples.config import DataConfig, parse
+from examples.config import parse
 from examples.data import corpus, loader
 from examples.data import text as texts
 from examples.options import UserError
@@ -26,11 +26,19 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def load(*paths: Path, **options: Any) -> corpus.Corpus:
-    return corpus.load(DataConfig(data=tuple(map(str, paths)), **options))
+class Loaded(NamedTuple):
+    train: list[bytes]
+    val: list[bytes]
+    notes: str
 
 
-def size(text: corpus.Corpus) -> int:
+def load(*paths: Path, val_fraction: float = 0.05, limit: int = 0) -> Loaded:
+    source = corpus.Corpus([*map(str, paths)], val_fraction, limit)
+    train, val = (sum(part, []) for part in zip(*source.groups()))
+    return Loaded(train, val, "; ".join(source.notes))
+
+
+def size(text: Loaded) -> int:
     return sum(map(len, [*text.train, *text.val]))
 
 
@@ -59,19 +67,19 @@ GOOD_GZ = gzip.compress(b"line\n" * 10_000)
 @pytest.mark.parametrize(
     ("name", "raw", "said"),
     [
-        ("a.txt.xz", b"this is not xz", "corrupt or truncated xz"),
-        ("a.txt.xz", b"", "corrupt or truncated xz"),
-        ("a.txt.xz", GOOD_XZ[:-20], "corrupt or truncated xz"),
-        ("a.txt.xz", GOOD_XZ[:60] + b"!" + GOOD_XZ[61:], "corrupt or truncated xz"),
-        ("a.txt.xz", GOOD_XZ + b"rest", "after line 10000: corrupt or truncated xz"),
-        ("a.txt.gz", b"this is not gzip", "corrupt or truncated gz"),
-        ("a.txt.gz", GOOD_GZ[:-6], "corrupt or truncated gz"),
-        ("a.txt.gz", GOOD_GZ[:-8] + bytes(8), "corrupt or truncated gz"),
-        ("a.txt.gz", GOOD_GZ + b"rest", "after line 10000: corrupt or truncated gz"),
+        ("a.txt.xz", b"this is not xz", "corrupt or truncated"),
+        ("a.txt.xz", b"", "corrupt or truncated"),
+        ("a.txt.xz", GOOD_XZ[:-20], "corrupt or truncated"),
+        ("a.txt.xz", GOOD_XZ[:60] + b"!" + GOOD_XZ[61:], "corrupt or truncated"),
+        ("a.txt.xz", GOOD_XZ + b"rest", "after line 10000: corrupt or truncated"),
+        ("a.txt.gz", b"this is not gzip", "corrupt or truncated"),
+        ("a.txt.gz", GOOD_GZ[:-6], "corrupt or truncated"),
+        ("a.txt.gz", GOOD_GZ[:-8] + bytes(8), "corrupt or truncated"),
+        ("a.txt.gz", GOOD_GZ + b"rest", "after line 10000: corrupt or truncated"),
         (
             "a.txt",
             b"fine\nbroken \xff\n",
-            "line 2: invalid UTF-8 (byte 0xff at column 8",
+            "line 2: invalid UTF-8 ('utf-8' codec can't decode byte 0xff in position 7",
         ),
         ("a.txt", b"cut off \xc3", "line 1: invalid UTF-8"),
         ("a.txt.xz", lzma.compress(b"\n\n\xfe"), "line 3: invalid UTF-8"),
@@ -83,7 +91,7 @@ GOOD_GZ = gzip.compress(b"line\n" * 10_000)
         ),
         ("a.jsonl", b'{"text": 3}\n', 'line 1: no string field "text"'),
         ("a.jsonl", b'["text"]\n', 'line 1: no string field "text"'),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: lone surrogate"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "surrogates not allowed"),
         ("a.jsonl.xz", lzma.compress(b"{}\n"), 'line 1: no string field "text"'),
         ("a.jsonl", b'{"text": "\xff"}\n', "line 1: invalid UTF-8"),
     ],
@@ -132,7 +140,6 @@ def test_a_long_last_document_is_held_out_in_part(tmp_path: Path) -> None:
     assert 0.045 < held_out / size(text) < 0.075
     assert text.train[-1] + text.val[0] == texts[-1].encode()
     assert text.train[-1].endswith(b"\n")
-    assert any("in part" in note for note in text.notes)
 
 
 def test_a_single_document_is_cut_at_a_line(tmp_path: Path) -> None:
@@ -152,19 +159,16 @@ def test_files_named_val_are_the_validation_text(tmp_path: Path) -> None:
     assert text.val == [DOCUMENTS[7].encode()]
     # Document 7 is validation text, and document 0 is in two files.
     assert text.train == [d.encode() for d in DOCUMENTS if d != DOCUMENTS[7]]
-    notes = "; ".join(text.notes)
-    assert "README.md" in notes
+    assert "other files not read: README.md" in text.notes
 
 
-def test_max_bytes(tmp_path: Path) -> None:
+def test_a_text_that_is_cut_is_said_to_be(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", JOINED)
-    text = load(path, max_bytes=300)
-    # Lines between documents count as well, and a character that is cut goes.
-    assert 300 - 7 * len("<|endoftext|>\n") <= size(text) <= 300
-    assert b"".join([*text.train, *text.val]).decode()
-    assert any("--max-bytes 300" in note for note in text.notes)
-    everything = load(path, max_bytes=0)
-    assert size(everything) == sum(len(text.encode()) for text in DOCUMENTS)
+    total = sum(len(text.encode()) for text in DOCUMENTS)
+    for limit, cut in ((300, True), (total - 1, True), (total, False), (0, False)):
+        text = load(path, limit=limit)
+        assert size(text) == (limit or total)
+        assert (f"cut at {limit:,} bytes (--max-bytes)" in text.notes) == cut
 
 
 def test_the_digest_names_text_and_split(tmp_path: Path) -> None:
@@ -177,14 +181,12 @@ def test_the_digest_names_text_and_split(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_installed_sources_are_deterministic_and_split_by_file() -> None:
-    config = DataConfig(max_bytes=300_000)
-    first, second = corpus.load(config), corpus.load(config)
-    assert (first.train, first.val) == (second.train, second.val)
-    assert size(first) > 290_000
+def test_the_standard_library_is_the_default_text() -> None:
+    first, second = load(limit=300_000), load(limit=300_000)
+    assert first == second
+    assert size(first) == 300_000
     assert not set(first.train) & set(first.val)
-    files = list(corpus.source_files())
-    assert len(files) == len(set(files)) > 100
+    assert len(set(corpus.python_sources())) > 100
 
 
 def test_a_last_line_end_does_not_make_another_document(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_an_empty_validation_file_is_named(tmp_path: Path) -> None:
         load(tmp_path)
     write(tmp_path / "val.txt", DOCUMENTS[0].encode())
     write(tmp_path / "train.txt", DOCUMENTS[0].encode())
-    with pytest.raises(UserError, match="no training text in it, beside"):
+    with pytest.raises(UserError, match="no text in it beside that of files named val"):
         load(tmp_path)
 
 
@@ -221,34 +223,54 @@ def test_one_huge_line_is_read_in_linear_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(texts, "_CHUNK", 1 << 10)
-    line = b"0123456789abcdef" * (1 << 20)
+    line = b"0123456789abcdef" * (1 << 18)
     path = write(tmp_path / "a.txt", line + b"\nnext\n")
     begin = time.process_time()
     assert list(texts.Reader().documents([path])) == [line + b"\nnext\n"]
     assert time.process_time() - begin < 3  # copying all at every chunk takes minutes
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
-@pytest.mark.parametrize("limit", [3, 20, 95, 400, 100_000])
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("limit", [3, 59, 60, 61, 95, 400, 100_000])
 def test_a_limit_cuts_between_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, limit: int
 ) -> None:
-    """However the file is read: the first bytes, less a character that is broken."""
+    """However the files are read: the first bytes, less a character that is broken."""
     monkeypatch.setattr(texts, "_CHUNK", chunk)
-    whole = ("\u00e9" * 30, "ab\n" + "\U0001f600" * 20, "x" + "\u00e9" * 3_000)
+    whole = ("\u00e9" * 30, "ab\n" + "\U0001f600" * 20 + "\n", "x" + "\u00e9" * 3_000)
     one = write(tmp_path / "1.txt", whole[0].encode())
-    two = write(tmp_path / "2.txt", "\n<|endoftext|>\n".join(whole[1:]).encode())
-    reader = texts.Reader(limit=limit)
-    found = list(reader.documents([one, two]))
-    raw = b"".join([one.read_bytes(), two.read_bytes()])
-    text = raw[:limit].decode(errors="ignore")
-    separated = text[30:].replace("\n<|endoftext|>\n", "\n|").split("|")
-    expected = [t.encode() for t in (text[:30], *separated) if t.strip()]
-    assert found == expected
-    assert reader.is_cut == (len(raw) > limit)
+    two = write(tmp_path / "2.txt", "<|endoftext|>\n".join(whole[1:]).encode())
+    text = load(one, two, limit=limit, val_fraction=0.01)
+    expected = "".join(whole).encode()[:limit].decode(errors="ignore")
+    assert b"".join([*text.train, *text.val]).decode() == expected
 
 
-def test_max_bytes_does_not_read_on(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"x" * (3 << 20) + b"\xff")
-    text = load(path, max_bytes=1000)
-    assert size(text) == 1000
+@pytest.mark.parametrize("size", [10, 40, 100_000])
+def test_long_texts_are_divided_at_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """So that a file without separators need not fit into memory, nor be read on."""
+    monkeypatch.setattr(texts, "_LONGEST", size)
+    lines = [f"line {i}\n".encode() for i in range(40)]
+    path = write(tmp_path / "a.txt", b"".join(lines))
+    found = list(texts.Reader().documents([path]))
+    assert b"".join(found) == b"".join(lines)
+    assert all(text.endswith(b"\n") and len(text) < size + 8 for text in found)
+    assert len(found) > 1 or size > 1000
+    if size < 1000:
+        path.write_bytes(b"".join([*lines, b"\xff"]))
+        assert load(path, limit=100).notes
+
+
+def test_each_group_is_split(tmp_path: Path) -> None:
+    """As much is held out of each, and all are the whole."""
+    texts = [f"{i} {'word ' * 20}\n".encode() for i in range(200)]
+    path = write(tmp_path / "a.txt", b"<|endoftext|>\n".join(texts))
+    groups = list(corpus.Corpus([str(path)], 0.1).groups(5_000))
+    assert len(groups) > 3
+    found = [x for train, val in groups for x in [*train, *val]]
+    assert found[:-2] == texts[:-1]  # the last of a small group is cut in two
+    assert b"".join(found) == b"".join(texts)
+    for train, val in groups[:-1]:
+        assert 5_000 <= sum(map(len, [*train, *val])) < 5_200
+        assert 500 <= sum(map(len, val)) <= 750

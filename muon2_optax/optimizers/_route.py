@@ -1,4 +1,4 @@
-"""What every optimizer shares: matrices one way, everything else to AdamW."""
+"""The frame of every optimizer: matrices go one way, everything else to AdamW."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes
+from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 from muon2_optax.sharding import Shardings
@@ -18,16 +19,16 @@ from muon2_optax.state_sharding import init_in_place
 from muon2_optax.weights import Radius, add_cautious_weight_decay, hyperball
 
 
-def decayed(
+def decay_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Any, cautious: bool
 ) -> optax.GradientTransformation:
-    """Weight decay of all entries, or of those that the update shrinks as well.
+    """Decays all weights, or with ``cautious`` those that the update shrinks as well.
 
-    It needs no parameters where the decay is 0.
+    Where the decay is 0, ``update`` needs no parameters.
     """
     add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
     inner = add(weight_decay, mask)
-    # A schedule or a traced number may become something else than 0.
+    # Schedules and traced numbers may be other than 0 later.
     number = not callable(weight_decay) and not isinstance(weight_decay, jax.Array)
     none = number and weight_decay == 0
 
@@ -44,7 +45,7 @@ def decayed(
     return optax.GradientTransformation(inner.init, update_fn)
 
 
-# What the arguments for AdamW are where they are not given.
+# The defaults of the arguments for AdamW in all signatures.
 ADAM_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "adam_learning_rate": None,
@@ -59,7 +60,7 @@ ADAM_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 
 def _check_rest(rest: Any, **adam: Any) -> None:
-    """Refuses what is no transformation, or comes with arguments for AdamW."""
+    """Refuses what is no transformation, and arguments for AdamW beside it."""
     if not (hasattr(rest, "init") and hasattr(rest, "update")):
         raise TypeError(
             "rest must be an optax.GradientTransformation, such as optax.adamw(1e-3),"
@@ -87,7 +88,7 @@ def _adam_h(
     on_sphere: Callable[..., optax.GradientTransformation],
     shardings: Shardings | None,
 ) -> optax.GradientTransformation:
-    """The chain of AdamW, that ends on the hyperball for leaves that adam_h matches."""
+    """Ends the chain of AdamW on the hyperball for leaves that ``adam_h`` matches."""
     tables = MatrixRules(((adam_h, MatrixAxes(-2, -1)), ("", None)))
     direction, *end = adam
     ends: dict[Hashable, optax.GradientTransformation] = {
@@ -97,9 +98,9 @@ def _adam_h(
     return optax.chain(direction, optax.partition(ends, tables.labels))
 
 
-def routed(
+def route(
     matrix: Callable[[MatrixRules], optax.GradientTransformation],
-    rules: MatrixRules,
+    rules: MatrixRules | None,
     *,
     learning_rate: optax.ScalarOrSchedule,
     adam_learning_rate: optax.ScalarOrSchedule | None,
@@ -116,18 +117,18 @@ def routed(
     adam_h: str | None = None,
     radius: Radius = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.partition`` by the rules, with AdamW or ``rest`` for what is no matrix.
+    """Trains matrices by ``matrix``, and everything else by AdamW or ``rest``.
 
-    The rules are bound to the whole tree first (``MatrixRules.bind``). ``matrix`` makes
-    the transform of the matrices from the bound rules: inside the partition it sees the
-    matrices without their neighbours.
+    This is ``optax.partition`` on the labels of the rules. The rules are first bound to
+    the whole tree (``MatrixRules.bind``), because ``matrix``, which makes a transform
+    from them, sees the matrices only and not their neighbours.
 
-    AdamW is ``optax.adamw`` built from our second moment, whose state keeps its dtypes
-    for gradients of any dtype. Updates come back in the gradients' dtypes: weight decay
-    promotes those of lower precision than the parameters, and ``optax.MultiSteps`` and
-    ``optax.apply_if_finite`` need both branches of their ``cond`` to agree. Leaves of
-    the rest whose path matches ``adam_h`` follow AdamW's direction on the hyperball,
-    with the matrices' learning rate and ``radius``.
+    AdamW is ``optax.adamw`` made of ``scale_by_second_moment``, whose state keeps its
+    dtypes for gradients of any dtype. Updates come back in the gradients' dtypes:
+    weight decay promotes those of lower precision than the parameters, and
+    ``optax.MultiSteps`` and ``optax.apply_if_finite`` need both branches of their
+    ``cond`` to agree. Leaves of the rest whose path matches ``adam_h`` follow AdamW's
+    direction on the hyperball, with the learning rate and ``radius`` of the matrices.
     """
     if rest is not None:
         _check_rest(
@@ -152,7 +153,7 @@ def routed(
         rate = learning_rate if adam_learning_rate is None else adam_learning_rate
         adam = [
             direction,
-            decayed(adam_weight_decay, weight_decay_mask, cautious_weight_decay),
+            decay_weights(adam_weight_decay, weight_decay_mask, cautious_weight_decay),
             optax.scale_by_learning_rate(rate),
         ]
         on_sphere = functools.partial(hyperball, learning_rate, radius)
@@ -160,21 +161,22 @@ def routed(
         if adam_h is not None:
             rest = _adam_h(adam, adam_h, on_sphere, shardings)
 
-    # Kept, so that steps outside of jit find what they have compiled again.
+    # Cached, so that steps outside of jax.jit find again what they have compiled.
     @functools.lru_cache(maxsize=8)
     def partition(rules: MatrixRules) -> optax.GradientTransformationExtraArgs:
         return optax.partition({MATRIX: matrix(rules), ADAM: rest}, rules.labels)
 
-    partition(rules)  # arguments that do not fit are errors here, not in init
+    unbound = rules_or_default(rules)
+    partition(unbound)  # so that unsuitable arguments are errors here, not in init
 
     def init_fn(params: optax.Params) -> Any:
         trees.require_arrays(params)
-        init = partition(rules.bind(params)).init
+        init = partition(unbound.bind(params)).init
         return init_in_place(init, params, shardings)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
         trees.require_arrays(params)
-        inner = partition(rules.bind(updates))
+        inner = partition(unbound.bind(updates))
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state
 

@@ -1,20 +1,25 @@
-"""The arguments that optimizers share, described once.
+"""The arguments that optimizers share: described once, and checked by their names.
 
 Each optimizer's docstring describes the arguments that are its own, or that mean
-something of their own there; ``documented`` adds the others from ``SHARED``, in the
+something of their own there; ``optimizer`` adds the others from ``SHARED``, in the
 order of the signature. What neither describes is an error of the import.
 """
 
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
-from muon2_optax.optimizers._steps import NS_STEPS
+from muon2_optax.arguments import check_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# How many Newton-Schulz steps each optimizer takes where none are given. ``optimizer``
+# fills it; the defaults of the signatures are None (``arguments`` says why).
+NS_STEPS: dict[str, int] = {}
 
 SHARED = {
     "learning_rate": "step size or schedule, of the order of 0.01 to 0.06.",
@@ -102,23 +107,61 @@ SHARED = {
     ),
 }
 
+# What three of these arguments mean to the optimizers on the hyperball.
+ON_SPHERE = {
+    "learning_rate": (
+        "length of a step relative to the weights, or a schedule of it, of the order of"
+        " 0.003 to 0.03; see ``hyperball``."
+    ),
+    "weight_decay_mask": (
+        "tree of bools, or function from parameters to one, as in"
+        " ``optax.add_decayed_weights``; for AdamW, since matrices have no decay."
+    ),
+    "cautious_weight_decay": (
+        "in AdamW, decay only entries that the update shrinks as well; see"
+        " ``add_cautious_weight_decay``."
+    ),
+}
 
-def documented(factory: Callable[P, R]) -> Callable[P, R]:
-    """``factory``, its docstring complete.
+
+def optimizer(
+    ns_steps: int | None = None, texts: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates an optimizer: checks its arguments and completes its docstring.
+
+    Args:
+      ns_steps: what None stands for as the optimizer's argument ``ns_steps``.
+      texts: descriptions of arguments that mean something else than in ``SHARED``.
+    """
+
+    def decorate(factory: Callable[P, R]) -> Callable[P, R]:
+        if ns_steps is not None:
+            NS_STEPS[factory.__name__] = ns_steps
+        return complete_docstring(check_arguments(factory, ns_steps), texts)
+
+    return decorate
+
+
+def complete_docstring(
+    factory: Callable[P, R], texts: Mapping[str, str] = MappingProxyType({})
+) -> Callable[P, R]:
+    """Adds to the docstring of ``factory`` the arguments that it does not describe.
 
     Raises:
-      KeyError: an argument that neither the docstring nor ``SHARED`` describes.
+      KeyError: an argument that neither the docstring, ``texts`` nor ``SHARED``
+        describes.
     """
     if factory.__doc__ is None:  # python -OO
         return factory
     before, own, after = _sections(inspect.cleandoc(factory.__doc__))
     steps = str(NS_STEPS.get(factory.__name__, ""))
+    described = SHARED | dict(texts)
     entries = []
     for name in inspect.signature(factory).parameters:
         if name in own:
             entries.append(own[name])
             continue
-        text = f"{name}: {SHARED[name].replace('{steps}', steps)}"
+        text = f"{name}: {described[name].replace('{steps}', steps)}"
         entries.append(
             textwrap.fill(
                 text,
@@ -134,7 +177,7 @@ def documented(factory: Callable[P, R]) -> Callable[P, R]:
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str], str]:
-    """What stands before Args, the entries there by name, and what stands after."""
+    """Splits a docstring: what is before Args, its entries by name, what is after."""
     start = re.search(r"^(Args|Returns):$", doc, re.M)
     if start is None:
         raise ValueError(f"no Args and no Returns in {doc!r}")
