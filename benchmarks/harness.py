@@ -17,8 +17,8 @@ from flax import nnx
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from examples.evaluate import Request, bucket, score
-from examples.trained import Model, load_model
+from benchmarks.evaluate import Request, bucket, score
+from examples.sample import Model, load_model
 
 
 @functools.cache

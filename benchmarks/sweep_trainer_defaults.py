@@ -19,8 +19,9 @@ from typing import Any
 from examples.files import read_metrics
 from examples.pretrain import main
 
-CENTRES = {"adamw": 0.004, "muon": 0.04, "muon2": 0.04, "muon2_f": 0.04}
-FACTORS = (0.5, 1.0, 2.0)
+CENTRES = {"adamw": 0.004, "muon2_f_h": 0.03}
+CENTRES |= {"muon": 0.04, "muon2": 0.04, "muon2_f": 0.04}
+FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 SEED = 0
 FILE = "metrics.jsonl"
 

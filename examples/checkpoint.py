@@ -7,10 +7,11 @@ read; training then takes the one before it.
 
 import contextlib
 import logging
+import math
 import os
 import textwrap
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from examples import optim
+from examples import optim, runs
 from examples.config import Config
-from examples.files import Record, WriteFailed, read_metrics
+from examples.files import WriteFailed, read_metrics
 from examples.mesh import make_mesh
 from examples.models import make_model
 from examples.options import UserError, check
-from examples.runs import (
-    CHECKPOINT_FOLDER,
-    METRICS_FILE,
-    stored_config,
-    stored_settings,
-)
-from examples.step import TrainState, abstract_opt_state, abstract_params
+from examples.step import TrainState, abstract_params
+from muon2_optax.state_sharding import abstract_state
 
 # What they log of a damaged checkpoint reaches us as an exception as well.
 for _name in ("absl", "asyncio"):
@@ -113,6 +109,18 @@ def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def best_step(
+    run_folder: Path, optimizer: str, known: Collection[int]
+) -> tuple[float, int | None]:
+    """The lowest validation loss of the known steps, and its step."""
+    path, losses = run_folder / runs.METRICS_FILE, [(math.inf, None)]
+    for record in read_metrics(path) if path.exists() else []:
+        mine = record["kind"] == "eval" and record["optimizer"] == optimizer
+        if mine and record["step"] in known and record["loss"] is not None:
+            losses.append((record["loss"], record["step"]))
+    return min(losses, key=lambda pair: pair[0])
+
+
 class Store:
     """The checkpoints of one optimizer, written while training goes on.
 
@@ -122,7 +130,7 @@ class Store:
     def __init__(self, folder: Path, keep: int):
         self._folder = folder.resolve()
         self._pending: tuple[int, Any] | None = None
-        self.kept_step: int | None = None  # stays, however many newer ones there are
+        self.best_step: int | None = None  # stays, however many newer ones there are
         kinds: Any = ocp.training.preservation_policies
         policies = kinds.AnyPreservationPolicy([kinds.LatestN(keep), self])
         try:
@@ -136,19 +144,24 @@ class Store:
 
     def should_preserve(self, checkpoints: Sequence[Any], **_: Any) -> list[bool]:
         """What Orbax asks before it removes old checkpoints."""
-        return [checkpoint.step == self.kept_step for checkpoint in checkpoints]
+        return [checkpoint.step == self.best_step for checkpoint in checkpoints]
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
         return [checkpoint.step for checkpoint in self._manager.checkpoints]
 
-    def _fail(self, step: int, error: Exception) -> CheckpointFailed:
-        kept = [known for known in self.steps() if known != step]
-        after = f"the one of step {kept[-1]} is kept" if kept else "there is none yet"
-        return CheckpointFailed(
-            f"checkpoint of step {step} in {self._folder} could not be written: "
-            f"{_reason(error)}; {after}; --resume goes on once that is put right"
-        )
+    @contextlib.contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        """What Orbax raises, of many kinds, becomes `CheckpointFailed`."""
+        try:
+            yield
+        except Exception as error:
+            kept = [known for known in self.steps() if known != step]
+            after = f"the one of step {kept[-1]} is kept" if kept else "there is none"
+            raise CheckpointFailed(
+                f"checkpoint of step {step} in {self._folder} could not be written: "
+                f"{_reason(error)}; {after}; --resume goes on once that is put right"
+            ) from None
 
     def save(self, state: TrainState) -> None:
         """Begin to write a checkpoint; the arrays may be donated when this returns."""
@@ -159,24 +172,19 @@ class Store:
         counters = {n: getattr(state, n).astype(jnp.uint32) for n in _COUNTERS}
         parts = {name: getattr(state, name) for name in _PARTS}
         counters |= {f"{name}_digest": digest(part) for name, part in parts.items()}
-        try:
-            written = self._manager.save_checkpointables_async(
-                step, parts | {"counters": counters}, force=True
-            )
-        except Exception as error:  # Orbax raises many kinds
-            raise self._fail(step, error) from None
-        self._pending = step, written
+        content = parts | {"counters": counters}
+        with self._failing(step):
+            begin = self._manager.save_checkpointables_async
+            self._pending = step, begin(step, content, force=True)
 
     def wait(self) -> None:
         """Return when the checkpoint under way is on disk."""
         if self._pending is None:
             return
         (step, written), self._pending = self._pending, None
-        try:
+        with self._failing(step):
             written.result()
             self._manager.wait()
-        except Exception as error:  # Orbax raises many kinds
-            raise self._fail(step, error) from None
 
     def close(self) -> None:
         """Wait, and let go of the folder."""
@@ -218,22 +226,12 @@ class Store:
             place = self._folder.parent.parent / "damaged"
             place.mkdir(exist_ok=True)
             for step in steps:
-                target, number = place / f"{self._folder.name}-{step}", 1
-                while target.exists():
+                name, number = f"{self._folder.name}-{step}", 1
+                while (target := place / f"{name}-{number}").exists():
                     number += 1
-                    target = place / f"{self._folder.name}-{step}-{number}"
                 (self._folder / str(step)).rename(target)
         if steps:
             self._manager.reload()
-
-
-def validation_losses(
-    records: Iterable[Record], optimizer: str, known: Collection[int]
-) -> dict[int, float]:
-    """Step to validation loss, of an optimizer's steps that are known."""
-    evals = (r for r in records if r["kind"] == "eval" and r["loss"] is not None)
-    mine = (r for r in evals if r["optimizer"] == optimizer and r["step"] in known)
-    return {record["step"]: record["loss"] for record in mine}
 
 
 def load_params(
@@ -261,47 +259,34 @@ def load_params(
         those that were saved, or they are not finite.
     """
     folder = Path(run_folder)
-    config = stored_config(folder)
+    config = runs.stored_config(folder)
     names = [plan.name for plan in optim.plans(config.optim, config.run.steps)]
     if optimizer is None and len(names) == 1:
         (optimizer,) = names
     said = "name one of its optimizers" if optimizer is None else f"no {optimizer}"
     check(optimizer in names, f"{folder}: {said} (it has {', '.join(names)})")
-    place = (folder / CHECKPOINT_FOLDER / str(optimizer)).resolve()
+    place = (folder / runs.CHECKPOINT_FOLDER / str(optimizer)).resolve()
     check(place.is_dir(), f"{place}: no such folder; the run has no checkpoint yet")
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
-    _, init = make_model(config.model, stored_settings(folder)["vocab_size"])
+    _, init = make_model(config.model, runs.stored_settings(folder)["vocab_size"])
     parts = {"params": abstract_params(init, mesh)}
     if transform is not None:
-        opt_state = abstract_opt_state(transform, parts["params"], mesh)
-        parts["opt_state"] = opt_state
+        parts["opt_state"] = abstract_state(transform.init, parts["params"], mesh)
     with ocp.training.Checkpointer(str(place)) as manager:
         known = [checkpoint.step for checkpoint in manager.checkpoints]
         if step == "best":
-            records = read_metrics(folder / METRICS_FILE)
-            losses = validation_losses(records, str(optimizer), known)
-            check(bool(losses), f"{place}: no checkpoint with a validation loss")
-            step = min(losses, key=lambda n: losses[n])
-        chosen = max(known, default=None) if step is None else int(step)
-        which = f"of step {step} " if step is not None else ""
-        check(
-            chosen in known, f"{place}: no checkpoint {which}(there: {known or 'none'})"
-        )
-        others = [number for number in reversed(known) if number != chosen]
-        reason = ""
-        remedy = "no other can be read: put back a copy of one, or train again"
-        for number in (chosen, *others):
-            try:
-                found = _read(manager, number or 0, parts)
-            except Exception as error:  # whatever is damaged raises its own kind
-                reason = reason or _reason(error)
-                continue
-            if number == chosen:
-                return found["params"], config, found.get("opt_state")
-            remedy = f"--step {number} can be read"
-            break
-    said = f"the checkpoint of step {chosen} is unreadable ({reason}); {remedy}"
-    raise UserError(f"{place}: {said}")
+            _, step = best_step(folder, str(optimizer), known)
+            check(bool(step), f"{place}: no checkpoint with a validation loss")
+        chosen = max(known, default=0) if step is None else int(step)
+        there = f"(there: {', '.join(map(str, known)) or 'none'})"
+        check(chosen in known, f"{place}: no checkpoint of step {chosen} {there}")
+        try:
+            found = _read(manager, chosen, parts)
+        except Exception as error:  # whatever is damaged raises its own kind
+            said = f"the checkpoint of step {chosen} is unreadable ({_reason(error)})"
+            remedy = f"name another with --step {there}, or put back a copy"
+            raise UserError(f"{place}: {said}; {remedy}") from None
+    return found["params"], config, found.get("opt_state")
 
 
 def load_initial(
@@ -311,7 +296,7 @@ def load_initial(
 
     `params` are the shapes of this run's parameters and where they live.
     """
-    old = optim.plans(stored_config(Path(run_folder)).optim, steps=1)
+    old = optim.plans(runs.stored_config(Path(run_folder)).optim, steps=1)
     name = optimizer if len(old) > 1 or transform is not None else None
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     found, _, opt_state = load_params(run_folder, name, mesh=mesh, transform=transform)

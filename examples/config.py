@@ -4,9 +4,6 @@ This module imports neither JAX nor NumPy, so that a bad option is reported at o
 """
 
 import dataclasses
-import hashlib
-import json
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,14 +11,14 @@ from examples import options
 from examples.options import Options, check, option
 
 Architecture = Literal["gpt", "llama", "moe"]
+_SIZES = ("architecture", "dim", "hidden", "layers", "heads", "seq_len")
 
 
-def _sizes(architecture: Architecture, *sizes: int, **more: Any) -> dict[str, Any]:
+def _sizes(*sizes: Any, experts: int = 0, active: int = 0) -> dict[str, Any]:
     """One preset; the tiny ones are for CPUs, the others compute in bfloat16."""
-    names = ("dim", "hidden", "layers", "heads", "seq_len")
-    dtype = "float32" if sizes[0] <= 128 else "bfloat16"
-    preset = {"architecture": architecture, "experts": 0, "active_experts": 0}
-    return preset | {"dtype": dtype} | dict(zip(names, sizes, strict=True)) | more
+    dtype = "float32" if sizes[1] <= 128 else "bfloat16"
+    more = {"experts": experts, "active_experts": active, "dtype": dtype}
+    return dict(zip(_SIZES, sizes, strict=True)) | more
 
 
 # Widths, depths and numbers of heads are those of the paper's appendix
@@ -29,7 +26,7 @@ def _sizes(architecture: Architecture, *sizes: int, **more: Any) -> dict[str, An
 PRESETS: dict[str, dict[str, Any]] = {
     "llama_tiny": _sizes("llama", 128, 352, 2, 4, 128),
     "gpt_tiny": _sizes("gpt", 128, 512, 2, 4, 128),
-    "moe_tiny": _sizes("moe", 128, 192, 2, 4, 128, experts=8, active_experts=2),
+    "moe_tiny": _sizes("moe", 128, 192, 2, 4, 128, experts=8, active=2),
     "gpt_small": _sizes("gpt", 768, 3072, 12, 12, 1024),
     "gpt_base": _sizes("gpt", 1024, 4096, 24, 16, 1024),
     "gpt_large": _sizes("gpt", 1280, 5120, 36, 20, 1024),
@@ -38,10 +35,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama_1b": _sizes("llama", 2048, 5472, 24, 32, 4096),
     "llama_7b": _sizes("llama", 4096, 11008, 32, 32, 4096),
     "llama_13b": _sizes("llama", 5120, 13827, 40, 40, 4096),
-    "moe_7b": _sizes("moe", 2048, 4096, 24, 32, 4096, experts=16, active_experts=2),
+    "moe_7b": _sizes("moe", 2048, 4096, 24, 32, 4096, experts=16, active=2),
 }
 # The vocabulary that a preset's parameter count in the paper refers to.
 VOCAB_SIZES: dict[str, int] = {"gpt": 50257, "llama": 32000, "moe": 32000}
+
+
+_REMAT = "recompute in the backward pass: all but matrix products (dots), or all"
+_ATTENTION = "attention kernel; auto: cuDNN on GPUs in 16 bits, else XLA"
 
 
 def _preset(text: str, bounds: str = "") -> Any:
@@ -65,52 +66,43 @@ class ModelConfig(Options):
     experts: int = _preset("feed-forward experts per block of an MoE", "[0, ]")
     active_experts: int = _preset("experts that each token passes through", "[0, ]")
     seq_len: int = _preset("tokens the model sees at once", "[1, ]")
-    dtype: str = _preset("compute dtype, float32 or bfloat16; parameters are float32")
+    dtype: Literal["float32", "bfloat16"] = _preset("of products, not of parameters")
     # Compiles faster, runs slower: on an H100, LLaMA-350M took 121 ms for its gradients
     # instead of 87, and 3 s to compile instead of 12.
     scan_layers: bool = option(False, "compile one block for all layers")
     rope_theta: float = option(10_000.0, "base of the rotary position angles", "(0, ]")
-    remat: Literal["none", "dots", "full"] = option(
-        "none", "recompute in the backward pass: all but matrix products, or blocks"
-    )
-    attention: Literal["auto", "xla", "cudnn"] = option(
-        "auto", "attention kernel; auto: cuDNN on GPUs in 16 bits, else XLA"
-    )
+    remat: Literal["none", "dots", "full"] = option("none", _REMAT)
+    attention: Literal["auto", "xla", "cudnn"] = option("auto", _ATTENTION)
     capacity_factor: float = option(
-        1.25, "places per expert, as a multiple of an even share of the tokens", "(0, ]"
+        1.25, "places per expert, of an even share", "(0, ]"
     )
     balance_loss: float = option(0.01, "weight of the load-balancing loss", "[0, ]")
     router_z_loss: float = option(0.0, "weight of the router's z-loss", "[0, ]")
 
     def __post_init__(self) -> None:
-        known = ", ".join(PRESETS)
-        unknown = f"--model: unknown name {self.model!r} (known: {known})"
-        check(self.model in PRESETS, unknown)
+        said = f"unknown name {self.model!r} (known: {', '.join(PRESETS)})"
+        check(self.model in PRESETS, f"--model: {said}")
         for name, value in PRESETS[self.model].items():
             if name != "architecture" and getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         super().__post_init__()
-        check(
-            self.dim % (2 * self.heads) == 0,
-            f"--dim must be a multiple of 2 * --heads, got {self.dim} and {self.heads}",
-        )
-        check(
-            self.dtype in ("float32", "bfloat16"),
-            f"--dtype must be float32 or bfloat16, got {self.dtype}",
-        )
+        said = f"a multiple of 2 * --heads, got {self.dim} and {self.heads}"
+        check(self.dim % (2 * self.heads) == 0, f"--dim must be {said}")
+        experts, active = self.experts, self.active_experts
         if self.architecture != "moe":
-            others = f"--experts and --active-experts do not apply to {self.model}"
-            check(not self.experts and not self.active_experts, others)
+            said = f"--experts and --active-experts do not apply to {self.model}"
+            check(not experts and not active, said)
         else:
-            check(
-                1 <= self.active_experts <= self.experts,
-                f"--active-experts must be at least 1 and at most --experts "
-                f"{self.experts}, got {self.active_experts}",
-            )
+            said = f"at least 1 and at most --experts {experts}, got {active}"
+            check(1 <= active <= experts, f"--active-experts must be {said}")
 
     @property
     def architecture(self) -> Architecture:
         return PRESETS[self.model]["architecture"]
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.model.endswith("_tiny")
 
     def without_drops(self) -> "ModelConfig":
         """The same model with a place in every expert for every token.
@@ -121,69 +113,57 @@ class ModelConfig(Options):
         return dataclasses.replace(self, capacity_factor=factor)
 
 
+_DATA = (
+    "text files or folders (.txt, .jsonl, also with .xz or .gz), or a folder of token "
+    "shards (examples.prepare); without it, Python sources that are installed here"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Options):
     """Where the text comes from and how it becomes tokens."""
 
-    data: tuple[str, ...] = option(
-        (),
-        "text files or folders (.txt, .jsonl, also with .xz or .gz), or a folder of "
-        "token shards (examples.prepare); without it, Python sources installed here",
-    )
-    tokenizer: str = option(
-        "bytes", "'bytes', 'bpe' (trained on the spot) or the path of a tokenizer.json"
-    )
+    data: tuple[str, ...] = option((), _DATA)
+    tokenizer: str = option("bytes", "'bytes', 'bpe' or the path of a tokenizer.json")
     vocab_size: int = option(2048, "vocabulary of --tokenizer bpe", "[300, 1000000]")
     max_bytes: int = option(4_000_000, "read so much text (0: all of it)", "[0, 1e18]")
     val_fraction: float = option(0.05, "part of the text held out", "[0.001, 0.5]")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(bool(self.tokenizer), "--tokenizer must not be empty")
+
+RECOMMENDED = "muon2_f_h"  # docs/choosing.md says why
+COMPARED = f"adamw,muon,muon2,muon2_f,{RECOMMENDED}"
+_OPTIMIZER = f"names joined by commas, or 'all' (default: {RECOMMENDED}, which is the "
+_OPTIMIZER += "recommended one; for a tiny model a comparison of five)"
+_SCHEDULE = "after the warm-up: cosine, constant and then linear (wsd), constant"
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig(Options):
-    """Optimizers to compare; None stands for the optimizer's own default."""
+    """Optimizers to compare; None stands for the trainer's choice (`optim.CHOICES`)."""
 
-    optimizer: str = option(
-        "adamw,muon,muon2,muon2_f", "names joined by commas, or 'all' that there are"
-    )
+    optimizer: str | None = option(None, _OPTIMIZER)
     learning_rate: float | None = option(None, "peak rate of every optimizer", "(0, ]")
-    adam_learning_rate: float | None = option(
-        None, "peak rate of the AdamW branch of the Muon family", "(0, ]"
-    )
-    schedule: Literal["cosine", "wsd", "constant"] = option(
-        "cosine", "after the warm-up: cosine, constant and then linear (wsd), constant"
-    )
+    adam_learning_rate: float | None = option(None, "of AdamW beside Muon", "(0, ]")
+    schedule: Literal["cosine", "wsd", "constant"] = option("cosine", _SCHEDULE)
     warmup_steps: int = option(15, "steps of linear warm-up", "[0, ]")
-    decay_fraction: float = option(
-        0.2, "part of the steps in which wsd falls", "[0, 1]"
-    )
+    decay_fraction: float = option(0.2, "of the steps, in which wsd falls", "[0, 1]")
     final_lr_fraction: float = option(0.1, "where schedules end, of the peak", "[0, 1]")
     clip_norm: float = option(1.0, "clip the gradient norm here (0: never)", "[0, ]")
     weight_decay: float = option(0.0, "decoupled weight decay of the matrices", "[0, ]")
-    adam_weight_decay: float = option(
-        0.0, "of embeddings and head (never of norms and biases)", "[0, ]"
-    )
+    adam_weight_decay: float = option(0.0, "that of embeddings and head", "[0, ]")
     b1: float | None = option(None, "momentum decay", "[0, 1)")
     b2: float | None = option(None, "second-moment decay", "[0, 1)")
     eps: float | None = option(None, "epsilon of the second moment", "[0, ]")
     ns_steps: int | None = option(None, "Newton-Schulz steps K", "[1, 100]")
     ns_coeffs: str | None = option(None, "Newton-Schulz coefficients, by name")
-    nesterov: bool | None = option(None, "Nesterov momentum")
-    shape_scale: str | None = option(
-        None, "factor by a matrix's shape: spectral, keller, match_rms or none"
-    )
+    nesterov: bool | None = option(None, "Nesterov momentum (default: on)")
+    shape_scale: str | None = option(None, "spectral, keller, match_rms or none")
     mu_dtype: str | None = option(None, "dtype of the momentum, float32 or bfloat16")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(bool(self.names()), "--optimizer names no optimizer")
 
     def names(self) -> tuple[str, ...]:
         """The names as written, without repeats; 'all' is resolved by `optim`."""
-        names = (name.strip() for name in self.optimizer.split(","))
+        written = RECOMMENDED if self.optimizer is None else self.optimizer
+        names = (name.strip() for name in written.split(","))
         return tuple(dict.fromkeys(name for name in names if name))
 
 
@@ -191,40 +171,54 @@ class OptimConfig(Options):
 class RunConfig(Options):
     """Length of the run, its devices, how often it reports, where its files go."""
 
-    steps: int = option(150, "training steps per optimizer", "[1, ]")
+    steps: int = option(120, "training steps per optimizer", "[1, ]")
     batch_size: int = option(16, "sequences per step, over all devices", "[1, ]")
     accumulate: int = option(1, "micro-batches that a step is cut into", "[1, ]")
-    mesh: str = option(
-        "", "as in fsdp=8,tensor=-1; also data, expert (default: all devices as data)"
-    )
+    mesh: str = option("", "as in fsdp=8,expert=2,tensor=-1 (default: data=-1)")
     distributed: bool = option(False, "one process of several: join the others first")
     z_loss: float = option(0.0, "weight of the z-loss of the logits", "[0, ]")
     loss_chunks: int = option(0, "parts of the logits (0: as memory asks)", "[0, ]")
     max_bad_steps: int = option(10, "stop at so many bad steps in a row", "[1, ]")
-    eval_every: int = option(50, "steps between validations", "[1, ]")
+    eval_every: int = option(40, "steps between validations", "[1, ]")
     eval_tokens: int = option(32_768, "validation tokens (0: all)", "[0, 1e18]")
     sample_prompt: str | None = option(None, "continue this text at every validation")
-    task_data: str | None = option(None, "score its tasks at every validation")
-    task_limit: int = option(50, "questions of each task in that score", "[1, ]")
     log_every: int = option(5, "steps between training records", "[1, ]")
     seed: int = option(0, "seed of the first weights and of the data order", "[0, ]")
-    init_from: str | None = option(None, "begin with the weights of this run")
+    init_from: str | None = option(
+        None, "begin with the weights of a run or .safetensors"
+    )
     init_optimizer: bool = option(False, "and with the state of its optimizer")
     deterministic: bool = option(False, "only repeatable operations on GPUs (slower)")
-    out: str | None = option(
-        None, "output folder (default: a new folder under runs/ named by the options)"
-    )
+    out: str | None = option(None, "output folder (default: a new one under runs/)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            self.batch_size % self.accumulate == 0,
-            f"--accumulate {self.accumulate} does not divide "
-            f"--batch-size {self.batch_size}",
-        )
+        said = f"--accumulate {self.accumulate} does not divide --batch-size"
+        divides = self.batch_size % self.accumulate == 0
+        check(divides, f"{said} {self.batch_size}")
         check(self.out != "", "--out must not be empty")
-        begun = not self.init_optimizer or bool(self.init_from)
-        check(begun, "--init-optimizer needs --init-from RUN")
+        shared = self.out is not None or not self.distributed
+        check(shared, "--distributed needs --out, a folder that all processes share")
+        run = bool(self.init_from) and not str(self.init_from).endswith(".safetensors")
+        check(run or not self.init_optimizer, "--init-optimizer needs --init-from RUN")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedConfig(Options):
+    """Which parameters of which run a command is about."""
+
+    run: str = option("", "folder of the run")
+    optimizer: str | None = option(None, "whose model, if the run compared several")
+    step: str | None = option(None, "a step or 'best' (default: the newest checkpoint)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(bool(self.run), "--run FOLDER is needed")
+        known = self.step in (None, "best") or str(self.step).isdecimal()
+        check(known, f"--step {self.step}: neither the number of a step nor 'best'")
+
+
+_RESUME = "go on with the run in --out (auto: start it if there is none)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,11 +229,7 @@ class SaveConfig(Options):
     save_minutes: float = option(10.0, "minutes between them (0: by steps)", "[0, ]")
     keep: int = option(2, "checkpoints to keep, the newest ones", "[1, ]")
     keep_best: bool = option(False, "and that of the lowest validation loss")
-    resume: Literal["no", "yes", "auto"] = option(
-        "no",
-        "go on with the run in --out (auto: start it if there is none)",
-        bare="yes",
-    )
+    resume: Literal["no", "yes", "auto"] = option("no", _RESUME, bare="yes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,44 +242,32 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     save: SaveConfig = dataclasses.field(default_factory=SaveConfig)
 
+    def __post_init__(self) -> None:
+        if self.optim.optimizer is None:
+            names = COMPARED if self.model.is_tiny else RECOMMENDED
+            optim = dataclasses.replace(self.optim, optimizer=names)
+            object.__setattr__(self, "optim", optim)
+
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Config":
+    def from_dict(cls, content: Mapping[str, Mapping[str, Any]]) -> "Config":
         """From what `dataclasses.asdict` gives; new options get their defaults."""
-        sections: dict[str, Any] = {}
-        for name, section in SECTIONS.items():
-            known = {field.name for field in dataclasses.fields(section)}
-            stored = {k: v for k, v in content[name].items() if k in known}
-            stored = {k: tuple(v) if k == "data" else v for k, v in stored.items()}
-            sections[name] = section(**stored)
-        return cls(**sections)
+        values = {key: x for part in content.values() for key, x in part.items()}
+        return cls(**options.build(SECTIONS, values))
 
     def flat(self) -> dict[str, Any]:
         """Every option by its field name, which no two sections share."""
         parts = dataclasses.asdict(self).values()
         return {key: value for part in parts for key, value in part.items()}
 
-    def fingerprint(self) -> str:
-        """Eight hex digits that name these options; the output folder is left out."""
-        content = {k: v for k, v in self.flat().items() if k not in ("out", "resume")}
-        text = json.dumps(content, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
-
-SECTIONS: dict[str, type[Options]] = {
-    field.name: typing.get_type_hints(Config)[field.name]
-    for field in dataclasses.fields(Config)
-}
+SECTIONS: dict[str, type[Options]] = {"model": ModelConfig, "data": DataConfig}
+SECTIONS |= {"optim": OptimConfig, "run": RunConfig, "save": SaveConfig}
 
 
 def parse(
     argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Config:
     """Read the command line; `UserError`, of one line, for a bad option."""
-    sections = options.parse(
-        SECTIONS,
-        argv,
-        "python -m examples.pretrain",
-        "Train a language model on real text and compare optimizers.",
-        defaults,
-    )
-    return Config(**sections)
+    prog = "python -m examples.pretrain"
+    about = "Train a language model on real text and compare optimizers."
+    return Config(**options.parse(SECTIONS, argv, prog, about, defaults))

@@ -118,8 +118,6 @@ class RecordFile:
 
     def write(self, record: Record) -> None:
         """Append one record; if that fails, the file is as it was before."""
-        if self._file.closed:
-            return
         before = os.fstat(self._file.fileno()).st_size
         rest = memoryview((json.dumps(record) + "\n").encode())
         try:

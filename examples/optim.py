@@ -13,26 +13,25 @@ import optax
 
 import muon2_optax as m2
 from examples.config import OptimConfig
-from examples.options import UserError, check
+from examples.options import UserError, check, flag
 from muon2_optax.optimizers import NS_STEPS
 
-# Peak learning rates at the default model and length, each the best of a sweep over the
-# same grid of factors (benchmarks/results/trainer_default_sweep.jsonl).
-LEARNING_RATES = {"adamw": 4e-3, "muon": 0.04, "muon2": 0.04, "muon2_f": 0.04}
-FALLBACK_LEARNING_RATE = 0.04
-# Embeddings, head and norms are trained by AdamW in the Muon family as well: at the
-# rate that is best for AdamW alone.
-ADAM_LEARNING_RATE = LEARNING_RATES["adamw"]
-
-# AdamW is the same as a baseline and as the partner of Muon.
-ADAM_B1, ADAM_B2, ADAM_EPS = 0.9, 0.95, 1e-8
+# Peak learning rates of the tiny models, each the best of a sweep over the same grid of
+# factors (benchmarks/results/trainer_default_sweep.jsonl), and of others: the best of
+# the recommended recipe at 60M parameters (docs/results.md).
+TINY_RATES = {"adamw": 0.0028, "muon": 0.04, "muon2": 0.056, "muon2_f": 0.056}
+TINY_RATES |= {"muon2_f_h": 0.084}
+RATES = {"adamw": 0.002}
+# Embeddings, head and norms are trained by AdamW in the Muon family as well, at its
+# rate and with its other numbers.
+ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
+# Where the trainer differs from the library, whose defaults are what is published: all
+# that have a momentum have Nesterov's, and the recommended recipe the fitted schedule.
+CHOICES: dict[str, dict[str, Any]] = {"muon2_f_h": {"ns_coeffs": "muon2"}}
 
 # Options handed on to every optimizer that has a parameter of that name.
-_OVERRIDES = (
-    *("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov"),
-    *("shape_scale", "mu_dtype"),
-)
-_DECAYS = ("weight_decay", "adam_weight_decay")
+_OVERRIDES = ("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov", "shape_scale")
+_OVERRIDES += ("mu_dtype", "adam_learning_rate")
 _UNDECAYED = re.compile(r"norm|scale|bias")
 
 
@@ -47,9 +46,9 @@ def decayed(params: optax.Params) -> Any:
 
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = ADAM_B1,
-    b2: float = ADAM_B2,
-    eps: float = ADAM_EPS,
+    b1: float = ADAM["b1"],
+    b2: float = ADAM["b2"],
+    eps: float = ADAM["eps"],
     weight_decay: float = 0.0,
     *,
     adam_weight_decay: float = 0.0,
@@ -57,20 +56,20 @@ def adamw(
     rules: m2.MatrixRules | None = None,
 ) -> optax.GradientTransformation:
     """The AdamW baseline; `weight_decay` acts on the same matrices as in Muon."""
+    make = partial(optax.adamw, learning_rate, b1, b2, eps, mu_dtype=mu_dtype)
+    matrices = make(weight_decay=weight_decay)
+    others = make(weight_decay=adam_weight_decay, mask=decayed)
     labels = (rules or m2.MatrixRules()).labels
 
-    def mask(wanted: str, params: optax.Params) -> Any:
-        def chosen(may: bool, label: str) -> bool:
-            return label == wanted and (may or label == "matrix")
+    def groups(params: optax.Params) -> Any:
+        return jax.tree.map("{}_decay".format, labels(params))
 
-        return jax.tree.map(chosen, decayed(params), labels(params))
+    return optax.partition({"matrix_decay": matrices, "adam_decay": others}, groups)
 
-    return optax.chain(
-        optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
-        optax.add_decayed_weights(weight_decay, partial(mask, "matrix")),
-        optax.add_decayed_weights(adam_weight_decay, partial(mask, "adam")),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+
+def default_rate(name: str, tiny: bool) -> float:
+    """The peak learning rate of an optimizer for which none is given."""
+    return TINY_RATES.get(name, 0.04) if tiny else RATES.get(name, 0.03)
 
 
 def factories() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
@@ -98,13 +97,10 @@ def schedule(peak: float, steps: int, config: OptimConfig) -> optax.Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """One optimizer, ready to train, with the numbers that the table shows."""
+    """One optimizer, ready to train; `settings` are for the table and the records."""
 
     name: str
-    learning_rate: float
-    adam_learning_rate: float | None
-    ns_steps: int | None
-    nesterov: bool | None
+    settings: dict[str, Any]
     transform: optax.GradientTransformation
     schedule: optax.Schedule
 
@@ -115,67 +111,63 @@ def _select(config: OptimConfig) -> list[str]:
     An option that none of them has would be ignored: that is an error.
     """
     known = factories()
+    check(bool(config.names()), "--optimizer names no optimizer")
     names = list(known) if config.names() == ("all",) else list(config.names())
     for name in names:
         listed = f"(known: {', '.join(known)}, all)"
         check(name in known, f"--optimizer: unknown name {name!r} {listed}")
     accepted = {key for n in names for key in inspect.signature(known[n]).parameters}
-    for key in (*_OVERRIDES, "adam_learning_rate"):
+    for key in _OVERRIDES:
         applies = getattr(config, key) is None or key in accepted
-        flag = "--" + key.replace("_", "-")
-        check(applies, f"{flag} does not apply to {', '.join(names)}")
+        check(applies, f"{flag(key)} does not apply to {', '.join(names)}")
     return names
 
 
-def _plan(name: str, config: OptimConfig, steps: int, given: dict[str, Any]) -> Plan:
+def _plan(
+    name: str, config: OptimConfig, steps: int, tiny: bool, given: dict[str, Any]
+) -> Plan:
     factory = factories()[name]
     parameters = inspect.signature(factory).parameters
-    peak = config.learning_rate or LEARNING_RATES.get(name, FALLBACK_LEARNING_RATE)
     shaped = partial(schedule, steps=steps, config=config)
-    adam_peak = config.adam_learning_rate or ADAM_LEARNING_RATE
-    chosen = {key: getattr(config, key) for key in (*_OVERRIDES, *_DECAYS)} | given
-    chosen |= {"weight_decay_mask": decayed, "adam_learning_rate": shaped(adam_peak)}
-    chosen |= {"adam_b1": ADAM_B1, "adam_b2": ADAM_B2, "adam_eps": ADAM_EPS}
-    keywords: dict[str, Any] = {
-        key: value
-        for key, value in chosen.items()
-        if key in parameters and value is not None
+    peak = config.learning_rate or default_rate(name, tiny)
+    adam_peak = config.adam_learning_rate or default_rate("adamw", tiny)
+    asked = {key: getattr(config, key) for key in _OVERRIDES}
+    chosen = {"nesterov": True, **CHOICES.get(name, {}), "weight_decay_mask": decayed}
+    chosen |= {f"adam_{key}": value for key, value in ADAM.items()}
+    chosen |= {key: value for key, value in asked.items() if value is not None}
+    chosen |= {"adam_learning_rate": shaped(adam_peak)} | given
+    chosen |= {
+        key: getattr(config, key) for key in ("weight_decay", "adam_weight_decay")
     }
+    keywords = {key: value for key, value in chosen.items() if key in parameters}
     try:
         optimizer = factory(shaped(peak), **keywords)
     except (TypeError, ValueError) as error:
         raise UserError(f"--optimizer {name}: {error}") from None
-
-    def used(key: str) -> Any:
-        """The value of an argument, given or default; None where there is no such."""
-        return keywords.get(key, parameters[key].default) if key in parameters else None
-
+    used = {key: p.default for key, p in parameters.items()} | keywords
+    settings = {key: used.get(key) for key in ("ns_steps", "ns_coeffs", "nesterov")}
+    settings["ns_steps"] = settings["ns_steps"] or NS_STEPS.get(name)
+    settings |= {"learning_rate": peak}
+    settings["adam_learning_rate"] = adam_peak if "adam_b1" in parameters else None
     clip = optax.clip_by_global_norm(config.clip_norm or math.inf)
-    return Plan(
-        name=name,
-        learning_rate=peak,
-        adam_learning_rate=adam_peak if "adam_learning_rate" in parameters else None,
-        ns_steps=used("ns_steps") or NS_STEPS.get(name),
-        nesterov=used("nesterov"),
-        transform=optax.chain(clip, optimizer),
-        schedule=shaped(peak),
-    )
+    return Plan(name, settings, optax.chain(clip, optimizer), shaped(peak))
 
 
 def plans(
     config: OptimConfig,
     steps: int,
     *,
+    tiny: bool = True,
     rules: m2.MatrixRules | None = None,
     shardings: m2.Shardings | None = None,
 ) -> list[Plan]:
     """The optimizers to compare, in the order of the option, for so many steps.
 
     `rules` say which parameters are matrices, `shardings` where parameters live, for
-    the optimizers that divide their work.
+    the optimizers that divide their work; `tiny` models have other default rates.
     """
     given = {"rules": rules, "shardings": shardings}
-    return [_plan(name, config, steps, given) for name in _select(config)]
+    return [_plan(name, config, steps, tiny, given) for name in _select(config)]
 
 
 def at_schedule_start(opt_state: optax.OptState) -> optax.OptState:

@@ -51,6 +51,12 @@ def run_command(name: str, run: Callable[[], int | None]) -> int:
     return code
 
 
+def check(condition: bool, message: str) -> None:
+    """`UserError` with a message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
 def option(default: Any, text: str, bounds: str = "", *, bare: Any = None) -> Any:
     """A dataclass field that is also a command-line flag with a help text.
 
@@ -64,10 +70,9 @@ def option(default: Any, text: str, bounds: str = "", *, bare: Any = None) -> An
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check(condition: bool, message: str) -> None:
-    """`UserError` with a message unless the condition holds."""
-    if not condition:
-        raise UserError(message)
+def flag(name: str) -> str:
+    """How the option of a field is written."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +90,7 @@ class Options:
             below = value < float(high) or (bounds[-1] == "]" and value == float(high))
             said = f"{'at least' if bounds[0] == '[' else 'above'} {low} and "
             said += f"{'at most' if bounds[-1] == ']' else 'below'} {high}"
-            flag = "--" + field.name.replace("_", "-")
-            check(above and below, f"{flag} must be {said}, got {value}")
+            check(above and below, f"{flag(field.name)} must be {said}, got {value}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,21 +101,28 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _flag_kwargs(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """Translate one dataclass field into the keywords of `add_argument`."""
+    """The keywords of `add_argument` that a field's type asks for."""
     if isinstance(hint, types.UnionType):  # X | None: the flag itself takes an X
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    shown = "" if field.default in (None, ()) else f" [{field.default}]"
-    text = field.metadata["help"].replace("%", "%%") + shown
-    kwargs: dict[str, Any] = {"help": text, "default": field.default}
+        hint = typing.get_args(hint)[0]
     if hint is bool:
-        return kwargs | {"action": argparse.BooleanOptionalAction}
+        return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is tuple:
-        return kwargs | {"nargs": "+", "metavar": "PATH"}
+        return {"nargs": "+", "metavar": "PATH"}
     if typing.get_origin(hint) is not Literal:
-        return kwargs | {"type": hint, "metavar": hint.__name__.upper()}
-    if (bare := field.metadata["bare"]) is not None:
-        kwargs |= {"nargs": "?", "const": bare}
-    return kwargs | {"choices": typing.get_args(hint)}
+        return {"type": hint, "metavar": hint.__name__.upper()}
+    bare = field.metadata["bare"]
+    may_be_bare = {"nargs": "?", "const": bare} if bare is not None else {}
+    return {"choices": typing.get_args(hint)} | may_be_bare
+
+
+def build(sections: Mapping[str, type], values: Mapping[str, Any]) -> dict[str, Any]:
+    """One instance of each section from values by field; what is missing: defaults."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    made = {}
+    for name, section in sections.items():
+        names = (field.name for field in dataclasses.fields(section))
+        made[name] = section(**{key: values[key] for key in names if key in values})
+    return made
 
 
 def parse(
@@ -130,18 +141,17 @@ def parse(
         group = parser.add_argument_group(name, (section.__doc__ or "").split("\n")[0])
         hints = typing.get_type_hints(section)
         for field in dataclasses.fields(section):
-            flag = "--" + field.name.replace("_", "-")
-            group.add_argument(flag, **_flag_kwargs(field, hints[field.name]))
-    parser.set_defaults(**(defaults or {}))
-    values = vars(parser.parse_args(argv))
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return {
-        name: section(**{f.name: values[f.name] for f in dataclasses.fields(section)})
-        for name, section in sections.items()
-    }
+            default = (defaults or {}).get(field.name, field.default)
+            shown = "" if field.default in (None, ()) else f" [{field.default}]"
+            text = field.metadata["help"].replace("%", "%%") + shown
+            kwargs = _flag_kwargs(field, hints[field.name])
+            group.add_argument(flag(field.name), default=default, help=text, **kwargs)
+    return build(sections, vars(parser.parse_args(argv)))
 
 
-def parse_one(section: type, argv: Sequence[str] | None, description: str) -> Any:
+def parse_one(
+    section: type, argv: Sequence[str] | None, about: str, package: str = "examples"
+) -> Any:
     """The options of a command that has one section of them."""
     name = section.__name__.removesuffix("Config").lower()
-    return parse({name: section}, argv, f"python -m examples.{name}", description)[name]
+    return parse({name: section}, argv, f"python -m {package}.{name}", about)[name]

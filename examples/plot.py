@@ -1,29 +1,21 @@
-"""Figures of runs: `python -m examples.plot RUN... [--out FILE]`.
+"""Figures of runs: losses, learning rates and gradient norms of their records."""
 
-Losses against tokens and against time, learning rates and gradient norms; of a sweep,
-the final losses against what it varies as well.
-"""
-
-import argparse
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples import options
 from examples.files import WriteFailed, read_metrics
-from examples.options import UserError, check
+from examples.options import check
 from examples.runs import METRICS_FILE
 
-SWEEP_FILE = "sweep.json"
 Records = list[dict[str, Any]]
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib.pyplot, without a display."""
     import matplotlib  # takes a moment
 
-    matplotlib.use("Agg")  # no display is needed, or touched
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     return pyplot
@@ -53,11 +45,11 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def plot_runs(folders: Sequence[Path], target: Path, window: int = 0) -> Path:
+def plot_runs(folders: Sequence[Path], target: Path) -> Path:
     """Write a figure of the runs below the folders to `target`.
 
-    Training losses and norms are means over `window` records; 0: a fiftieth of the
-    curve. Validation losses are in bits per byte where runs differ in their tokens.
+    Training losses and norms are means over a fiftieth of the curve. Validation losses
+    are in bits per byte where runs differ in their tokens.
     """
     found = curves(folders)
     last = [r for kinds in found.values() for r in kinds["eval"][-1:]]
@@ -72,76 +64,29 @@ def plot_runs(folders: Sequence[Path], target: Path, window: int = 0) -> Path:
         ("learning rate", "train", "tokens", "learning_rate", ""),
         ("gradient norm, before clipping", "train", "tokens", "grad_norm", ""),
     )
-    figure, grid = _pyplot().subplots(3, 2, figsize=(11, 11), constrained_layout=True)
+    size = {"figsize": (11, 11), "constrained_layout": True}
+    figure, grid = pyplot().subplots(3, 2, **size)
     for axis, (title, kind, over, key, label) in zip(grid.flat, panels, strict=True):
         for name, kinds in found.items():
             records = [r for r in kinds[kind] if r.get(key) is not None]
-            values, marker = [r[key] for r in records], "o"
-            if kind == "train":
-                wide, marker = window or max(1, len(values) // 50), ""
-                values = smoothed(values, 1 if key == "learning_rate" else wide)
+            values = [r[key] for r in records]
+            if kind == "train" and key != "learning_rate":
+                values = smoothed(values, max(1, len(values) // 50))
+            marker = "o" if kind == "eval" else ""
             places = [r[over] for r in records]
             axis.plot(places, values, marker=marker, ms=4, lw=1.3, label=name)
         axis.set(title=title, xlabel=over, ylabel=label)
         axis.grid(alpha=0.3)
     grid[0, 0].legend(fontsize="small")
-    return _write(figure, target)
+    return save(figure, target)
 
 
-def plot_sweep(summary: dict[str, Any], target: Path) -> Path:
-    """Write a figure of the final validation losses of a sweep to `target`."""
-    figure, axis = _pyplot().subplots(figsize=(6, 4), constrained_layout=True)
-    cells = [cell for cell in summary["cells"] if cell["mean"] is not None]
-    numeric = all(isinstance(cell["row"], int | float) for cell in cells)
-    for column in dict.fromkeys(cell["column"] for cell in cells):
-        mine = [cell for cell in cells if cell["column"] == column]
-        places = [cell["row"] if numeric else str(cell["row"]) for cell in mine]
-        means, errors = ([cell[key] for cell in mine] for key in ("mean", "deviation"))
-        axis.errorbar(places, means, errors, marker="o", capsize=3, label=column)
-    if numeric and all(cell["row"] > 0 for cell in cells):
-        axis.set_xscale("log")
-    axis.set(xlabel=summary["varied"], ylabel="validation loss, nats per token")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
-    return _write(figure, target)
-
-
-def _write(figure: Any, target: Path) -> Path:
+def save(figure: Any, target: Path) -> Path:
+    """Write a figure to a file."""
     try:
         figure.savefig(target, dpi=120)
     except OSError as error:
         raise WriteFailed(target, error) from None
     finally:
-        _pyplot().close(figure)
+        pyplot().close(figure)
     return target
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="*", default=["runs"], help="folders with runs")
-    text = "the figure (default: loss.png in the folder; comparison.png of several)"
-    parser.add_argument("--out", help=text)
-    text = "records that a mean is taken over"
-    parser.add_argument("--smooth", type=int, default=0, help=text)
-
-    def run() -> None:
-        given = parser.parse_args(argv)
-        folders = [Path(name) for name in given.runs]
-        alone, several = folders[0] / "loss.png", Path("comparison.png")
-        target = Path(given.out) if given.out else several if folders[1:] else alone
-        print(plot_runs(folders, target, given.smooth))
-        for path in (folder / SWEEP_FILE for folder in folders):
-            if path.exists():
-                try:
-                    summary = json.loads(path.read_text(encoding="utf-8"))
-                    print(plot_sweep(summary, path.with_name("sweep.png")))
-                except (ValueError, KeyError, TypeError) as error:
-                    said = f"{path}: unreadable ({error!r}); sweep again"
-                    raise UserError(said) from None
-
-    return options.run_command("plot", run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -50,27 +50,30 @@ def _pretrain(argv: Sequence[str] | None) -> None:
     optim.plans(config.optim, config.run.steps)  # bad names are refused at once
     config = _settle_devices(config)
     data = loader.load(config)
-    folder = runs.claim_folder(config)
     first = jax.process_index() == 0
+    folder = runs.claim_folder(config) if first else Path(str(config.run.out))
     with contextlib.ExitStack() as stack, _advice_for_full_memory():
         if first:
             stack.enter_context(runs.locked(folder))
         made = setup.prepare(config, data)
-        done = _earlier_results(config, folder)  # before anything is written
-        vocab_size, digest = data.tokenizer.vocab_size, data.about["digest"]
-        changes = runs.store_settings(folder, config, vocab_size, digest, write=first)
+        done = runs.earlier_results(folder, config)  # before anything is written
+        changes = runs.check_text(folder, config, data.about["digest"])
         plans = made.plans()
-        names = [plan.name for plan in plans]
-        report = stack.enter_context(Report(config, folder, names))
+        report = Report(config, folder, [plan.name for plan in plans])
+        stack.enter_context(report)
         received = stack.enter_context(train.signals())
         stack.enter_context(jax.set_mesh(made.mesh))
+        if first:
+            _write_down(made, folder)
         _describe(made, report, changes)
-        results = []
         for plan in plans:
-            result = done.get(plan.name)
-            results.append(result or train.train(made, plan, report, folder, received))
+            if plan.name not in done:
+                training = train.Training(made, plan, report, folder, received)
+                with contextlib.closing(training):
+                    done[plan.name] = training.result()
         if first:
             figure = plot.plot_runs([folder], folder / "loss.png")
+            results = [done[plan.name] for plan in plans]
             report.table(results, figure, time.perf_counter() - begin)
 
 
@@ -87,10 +90,9 @@ def _settle_devices(config: Config) -> Config:
     if config.run.distributed and not jax.distributed.is_initialized():
         # JAX itself reads the coordinator's address, and asks launchers that it knows.
         names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        found = (os.environ.get(name) for name in names)
         try:
-            count, number = (
-                int(os.environ[name]) if name in os.environ else None for name in names
-            )
+            count, number = (int(text) if text else None for text in found)
             jax.distributed.initialize(num_processes=count, process_id=number)
         except (RuntimeError, ValueError) as error:
             raise UserError(
@@ -118,64 +120,54 @@ def _advice_for_full_memory() -> Generator[None]:
         raise
 
 
-def _earlier_results(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
-    """Of the optimizers that had finished before this run went on."""
-    from examples.files import read_metrics
+def _write_down(setup: "Setup", folder: Path) -> None:
+    """What a continuation or a reader needs: options, tokenizer, routing."""
+    from examples.data.tokens import FILE
+    from examples.files import write_atomically
+    from examples.models import matrix_rules
 
-    path = folder / runs.METRICS_FILE
-    records = read_metrics(path) if path.exists() else []
-    done = [r for r in records if r["kind"] == "result"]
-    return {r["optimizer"]: r for r in done if r["steps"] == config.run.steps}
+    config, tokenizer = setup.config, setup.data.tokenizer
+    digest = setup.data.about["digest"]
+    runs.store_settings(folder, config, tokenizer.vocab_size, digest)
+    tokenizer.save(folder / FILE)
+    routing = matrix_rules(config.model).describe(setup.params) + "\n"
+    write_atomically(folder / "parameters.txt", [routing.encode()])
 
 
 def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
-    """Say what is about to be trained on what, and write down what a reader needs.
+    """Say and record what is about to be trained on what.
 
     `changes`: what is not as it was when the run was begun.
     """
-    import jax
-
-    from examples.data.tokens import FILE
-    from examples.files import write_atomically
     from examples.mesh import environment
-    from examples.models import matrix_rules, sizes
+    from examples.models import sizes
 
     config, data, text = setup.config, setup.data, setup.data.about
     run, model, counts = config.run, config.model, sizes(config.model, setup.params)
-    some = f" ({counts.active:,} active)" if counts.active < counts.parameters else ""
     tokens = run.steps * run.batch_size * model.seq_len
     epochs = tokens / (data.train.windows * model.seq_len)
-    mesh = ", ".join(f"{name}={size}" for name, size in setup.mesh.shape.items())
-    report.say(f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}")
-    for name in ("train", "val"):
-        report.say(
-            f"  {name} " + ", ".join(f"{n:,} {k}" for k, n in text[name].items())
-        )
+
+    def listed(parts: dict[str, Any]) -> str:
+        return ", ".join(f"{number:,} {name}" for name, number in parts.items())
+
     report.say(
+        f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}",
+        *(f"  {name} {listed(text[name])}" for name in ("train", "val")),
         *(f"  {note}" for note in text["notes"]),
-        f"model: {model.model}, {counts.parameters:,} parameters{some}, {model.dtype}, "
-        f"vocabulary {data.tokenizer.vocab_size:,}",
+        f"model: {model.model}, {counts.parameters:,} parameters ({counts.active:,} "
+        f"active), {model.dtype}, vocabulary {data.tokenizer.vocab_size:,}",
         f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = {tokens:,} "
         f"tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}; validation "
         f"on {data.val.tokens:,} tokens",
         "machine: " + ", ".join(f"{k} {v}" for k, v in environment().items()),
-        f"mesh: {mesh}, on {setup.mesh.size} of {jax.device_count()} devices",
+        "mesh: " + ", ".join(f"{k}={v}" for k, v in setup.mesh.shape.items()),
         *changes,
     )
     if config.optim.warmup_steps >= run.steps:
         report.say("note: the warm-up is no shorter than the run (--warmup-steps)")
-    report.record(
-        "run",
-        config=dataclasses.asdict(config),
-        environment=environment(),
-        parameters=counts.parameters,
-        text=text,
-        changes=list(changes),
-    )
-    if jax.process_index() == 0:
-        data.tokenizer.save(report.folder / FILE)
-        routing = matrix_rules(model).describe(setup.params) + "\n"
-        write_atomically(report.folder / "parameters.txt", [routing.encode()])
+    about = {"config": dataclasses.asdict(config), "environment": environment()}
+    about |= {"parameters": counts.parameters, "text": text, "changes": list(changes)}
+    report.record("run", **about)
 
 
 if __name__ == "__main__":

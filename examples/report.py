@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -20,6 +19,14 @@ from examples.runs import METRICS_FILE
 
 # Without a terminal a line of training is printed so often, at most.
 _LINE_SECONDS = 10.0
+# Of a step's line and of the table: what is shown of which number, and how.
+_STEP = {"tokens_per_second": "  {:,.0f} tok/s", "mfu": "  MFU {:.1%}"}
+_STEP |= {"memory_gib": "  {:.1f} GiB", "skipped": "  skipped {:.0f}"}
+_TABLE = {"optimizer": ("optimizer", "s"), "ns_steps": ("K", "d")}
+_TABLE |= {"ns_coeffs": ("coeffs", "s"), "learning_rate": ("rate", "g")}
+_TABLE |= {"val_loss": ("val loss", ".4f"), "bits_per_byte": ("bits/byte", ".4f")}
+_TABLE |= {"skipped": ("skipped", "d"), "tokens_per_second": ("tok/s", ",.0f")}
+_TABLE |= {"seconds": ("s", ".0f")}
 
 
 def perplexity(loss: float) -> float:
@@ -32,10 +39,8 @@ def _describe(numbers: Mapping[str, float | None]) -> str:
     loss = numbers["loss"]
     if loss is None or not math.isfinite(loss):
         return "loss not finite"
-    text = f"loss {loss:.3f}  ppl {perplexity(loss):,.1f}"
-    forms = {"tokens_per_second": "  {:,.0f} tok/s", "mfu": "  MFU {:.1%}"}
-    forms |= {"memory_gib": "  {:.1f} GiB", "skipped": "  skipped {:.0f}"}
-    return text + "".join(f.format(numbers[k]) for k, f in forms.items() if numbers[k])
+    more = (text.format(numbers[k]) for k, text in _STEP.items() if numbers[k])
+    return f"loss {loss:.3f}  ppl {perplexity(loss):,.1f}{''.join(more)}"
 
 
 class Report:
@@ -47,9 +52,7 @@ class Report:
 
     def __init__(self, config: Config, folder: Path, optimizers: list[str]):
         self.folder, self._steps = folder, config.run.steps
-        self._log_every = config.run.log_every
-        self._total = len(optimizers) * self._steps
-        self._order = {name: index for index, name in enumerate(optimizers)}
+        self._log_every, self._optimizers = config.run.log_every, optimizers
         active = jax.process_index() == 0
         self._console = Console(highlight=False, quiet=not active)
         self._status = self._console.status("")
@@ -62,12 +65,7 @@ class Report:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         self._status.stop()
         with contextlib.suppress(UserError):  # what stopped the run matters more
             if kind is not None:
@@ -117,12 +115,13 @@ class Report:
         first, begin = self._mark
         if step <= first:
             return ""
-        left = self._total - self._order[name] * self._steps - step
-        seconds = (time.perf_counter() - begin) * left / (step - first)
-        return f"  eta {round(seconds) // 60}:{round(seconds) % 60:02d}"
+        later = len(self._optimizers) - self._optimizers.index(name)
+        left = later * self._steps - step
+        seconds = round((time.perf_counter() - begin) * left / (step - first))
+        return f"  eta {seconds // 60}:{seconds % 60:02d}"
 
     def _show(self, name: str, step: int, text: str) -> None:
-        line = f"{name:>8} step {step}/{self._steps}  {text}"
+        line = f"{name:>9} step {step}/{self._steps}  {text}"
         self._shown_at = time.perf_counter()
         if self._live:
             self._status.update(line)
@@ -135,25 +134,20 @@ class Report:
         self.record("eval", optimizer=name, step=step, **numbers)
         loss, bits = numbers["loss"], numbers["bits_per_byte"]
         line = f"val loss {loss:.4f}  bits/byte {bits:.3f}{self._time_left(name, step)}"
-        self.say(f"{name:>8} step {step}/{self._steps}  {line}")
+        self.say(f"{name:>9} step {step}/{self._steps}  {line}")
 
     def table(self, results: list[Record], figure: Path, seconds: float) -> None:
         """The closing table, and where the files are."""
         self._status.stop()
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        heads = ("K", "Nesterov", "rate", "val loss", "bits/byte", "skipped", "tok/s")
-        table.add_column("optimizer", no_wrap=True)
-        for head in (*heads, "s"):
-            table.add_column(head, justify="right", no_wrap=True)
+        for key, (head, _) in _TABLE.items():
+            justify = "left" if key == "optimizer" else "right"
+            table.add_column(head, justify=justify, no_wrap=True)
         best = min(result["val_loss"] for result in results)
-        forms = {"learning_rate": "g", "val_loss": ".4f", "bits_per_byte": ".4f"}
-        forms |= {"skipped": "d", "tokens_per_second": ",.0f", "seconds": ".0f"}
-        for r in results:
-            steps = "-" if r["ns_steps"] is None else str(r["ns_steps"])
-            nesterov = {None: "-", True: "yes", False: "no"}[r["nesterov"]]
-            cells = (format(r[key], form) for key, form in forms.items())
-            style = "bold" if r["val_loss"] == best else ""
-            table.add_row(r["optimizer"], steps, nesterov, *cells, style=style)
+        for result in results:
+            values = ((result[key], form) for key, (_, form) in _TABLE.items())
+            cells = ("-" if value is None else format(value, f) for value, f in values)
+            table.add_row(*cells, style="bold" if result["val_loss"] == best else "")
         self._console.print(table)
         metrics = self.folder / METRICS_FILE
         self.say(f"plot: {figure}", f"metrics: {metrics}", f"total: {seconds:.1f} s")

@@ -3,25 +3,28 @@
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples import config as configs
 from examples.config import Config
-from examples.files import WriteFailed, read_json, write_json
-from examples.options import UserError, check
+from examples.files import Record, WriteFailed, read_json, read_metrics, write_json
+from examples.options import UserError, check, flag
 
 SETTINGS_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINT_FOLDER = "checkpoints"
 
+_VERSION = 2  # of the defaults: options that were not given mean what they did then
+
 # What may differ between the start of a run and its continuation: nothing here changes
 # what is computed, except that more steps make the schedule longer.
 _FREE = frozenset(
     "steps accumulate mesh distributed loss_chunks max_bad_steps eval_every log_every "
-    "sample_prompt task_data task_limit out data remat attention "
-    "save_every save_minutes keep keep_best resume".split()
+    "sample_prompt out data remat attention save_every save_minutes keep keep_best "
+    "resume".split()
 )
 
 
@@ -34,9 +37,8 @@ def holds_run(folder: Path) -> bool:
 def stored_settings(folder: Path) -> dict[str, Any]:
     """What `config.json` of a run says; `UserError` if it cannot be read."""
     if not (folder / SETTINGS_FILE).exists():
-        said = "no run there"
-        if holds_run(folder):
-            said = "holds a run that has lost its options; put back a copy of the file"
+        lost = "holds a run that has lost its options; put back a copy of the file"
+        said = lost if holds_run(folder) else "no run there"
         raise UserError(f"{folder}: {said} (no {SETTINGS_FILE})")
     return read_json(folder / SETTINGS_FILE)
 
@@ -56,9 +58,7 @@ def check_unchanged(old: Config, new: Config, where: str) -> None:
     free = _FREE - ({"accumulate"} if new.model.architecture == "moe" else set())
     changed = [k for k in after if k not in free and before[k] != after[k]]
     changed += ["steps"] if after["steps"] < before["steps"] else []
-    said = ", ".join(
-        f"--{k.replace('_', '-')} was {before[k]}, now {after[k]}" for k in changed
-    )
+    said = ", ".join(f"{flag(k)} was {before[k]}, now {after[k]}" for k in changed)
     remedy = "leave them as they were, or choose another --out"
     check(not changed, f"{where}: options differ: {said}; {remedy}")
 
@@ -80,16 +80,14 @@ def read_options(argv: Sequence[str] | None) -> Config:
 
 def claim_folder(config: Config) -> Path:
     """Create the output folder; an earlier run's files are never overwritten."""
-    name = config.run.out or f"runs/pretrain-{config.fingerprint()}"
-    folder, number = Path(name), 1
-    while config.run.out is None and folder.exists():
-        number += 1
-        folder = Path(f"{name}-{number}")
+    new = (Path("runs", str(number)) for number in itertools.count(1))
+    free = (folder for folder in new if not folder.exists())
+    folder = next(free) if config.run.out is None else Path(config.run.out)
     taken = config.save.resume == "no" and holds_run(folder)
     remedy = "already holds a run; choose another, or --resume it"
     check(not taken, f"--out {folder}: {remedy}")
     try:
-        folder.mkdir(parents=True, exist_ok=config.run.out is not None)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}") from None
     return folder
@@ -117,31 +115,38 @@ def locked(folder: Path) -> Generator[None, None, None]:
         yield
 
 
-def store_settings(
-    folder: Path, config: Config, vocab_size: int, digest: str, *, write: bool
-) -> list[str]:
-    """Write `config.json`; a run that goes on must have the tokens that it had.
+def earlier_results(folder: Path, config: Config) -> dict[str, Record]:
+    """Of the optimizers that had finished before this run went on."""
+    path = folder / METRICS_FILE
+    records = read_metrics(path) if path.exists() else []
+    done = [record for record in records if record["kind"] == "result"]
+    return {r["optimizer"]: r for r in done if r["steps"] == config.run.steps}
 
-    All processes of a run check it, one may write. Returns what a run that goes on does
-    otherwise than before, as lines to show.
+
+def check_text(folder: Path, config: Config, digest: str) -> list[str]:
+    """A run that goes on must have the tokens that it had.
+
+    Returns what it does otherwise than before, as lines to show.
     """
-    path, changes = folder / SETTINGS_FILE, []
-    if path.exists():
-        stored, old = stored_settings(folder), stored_config(folder).run
-        check(
-            stored["text"] == digest,
-            f"--resume {folder}: the text or its tokenizer differs (hash "
-            f"{stored['text']}, now {digest}); give the --data and --tokenizer that "
-            "the run began with",
-        )
-        if old.steps != config.run.steps:
-            changes.append(
-                f"changed: --steps was {old.steps}, now {config.run.steps}: the "
-                "learning rate follows the schedule of the longer run from here on"
-            )
-        if old.mesh != config.run.mesh:
-            changes.append(f"changed: --mesh was {old.mesh or 'all devices'}")
-    if write:
-        content = {"config": dataclasses.asdict(config), "vocab_size": vocab_size}
-        write_json(path, content | {"text": digest})
+    if not (folder / SETTINGS_FILE).exists():
+        return []
+    stored, old, changes = stored_settings(folder), stored_config(folder).run, []
+    said = "begun by an earlier version, whose defaults were others: finish it there"
+    check(stored.get("version") == _VERSION, f"--resume {folder}: {said}")
+    said = "the text or its tokenizer differs; give those that the run began with"
+    same = stored["text"] == digest
+    check(same, f"--resume {folder}: {said} (hash {stored['text']}, now {digest})")
+    if old.steps != config.run.steps:
+        follows = "the learning rate follows the schedule of the longer run from here"
+        said = f"changed: --steps was {old.steps}, now {config.run.steps}: {follows}"
+        changes.append(said)
+    if old.mesh != config.run.mesh:
+        changes.append(f"changed: --mesh was {old.mesh or 'all devices'}")
     return changes
+
+
+def store_settings(folder: Path, config: Config, vocab_size: int, digest: str) -> None:
+    """Write `config.json`; `digest` names the tokens of the run."""
+    content = {"config": dataclasses.asdict(config), "vocab_size": vocab_size}
+    content |= {"text": digest, "version": _VERSION}
+    write_json(folder / SETTINGS_FILE, content)

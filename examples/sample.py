@@ -4,47 +4,71 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from examples import options
-from examples.options import Options, check, option
+from examples.checkpoint import load_params
+from examples.config import ModelConfig, TrainedConfig
+from examples.data import tokens as tok
+from examples.models import make_model
+from examples.options import check, option
 
-if TYPE_CHECKING:
-    from examples.trained import Model
+_TOP_P = "choose among the likeliest that have this probability together"
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig(Options):
+class SampleConfig(TrainedConfig):
     """What to continue, and how to choose each token."""
 
-    run: str = option("", "folder of the run")
     prompt: str = option("", "text to continue (default: the start of a document)")
-    optimizer: str | None = option(None, "whose model, if the run compared several")
-    step: str | None = option(
-        None, "checkpoint: a step or 'best' (default: the newest)"
-    )
     max_tokens: int = option(200, "tokens to add at most", "[1, ]")
     temperature: float = option(0.8, "0: always the likeliest token", "[0, ]")
     top_k: int = option(0, "choose among so many likeliest tokens (0: all)", "[0, ]")
-    top_p: float = option(
-        1.0, "choose among the likeliest that have this probability together", "(0, 1]"
-    )
+    top_p: float = option(1.0, _TOP_P, "(0, 1]")
     seed: int = option(0, "seed of the choices", "[0, ]")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(bool(self.run), "--run FOLDER is needed")
+
+class Model(NamedTuple):
+    """A trained model: its structure, parameters, tokenizer and what it sees."""
+
+    graphdef: Any
+    params: Any
+    tokenizer: tok.Tokenizer
+    max_length: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, tokenizer: tok.Tokenizer, params: Any) -> "Model":
+        """The model whose experts serve every token."""
+        graphdef, _ = make_model(config.without_drops(), tokenizer.vocab_size)
+        return cls(graphdef, params, tokenizer, config.seq_len)
+
+
+def load_model(
+    run: str, optimizer: str | None = None, step: str | None = None
+) -> Model:
+    """The parameters and the tokenizer of a run; see `load_params`."""
+    params, config, _ = load_params(run, optimizer, step)
+    file = Path(run, tok.FILE)
+    tokenizer = tok.load_tokenizer(file)
+    _, init = make_model(config.model, tokenizer.vocab_size)
+    wanted = jax.tree.map(lambda x: x.shape, jax.eval_shape(init, jax.random.key(0)))
+    same = wanted == jax.tree.map(lambda x: x.shape, params)
+    check(same, f"{file}: not the tokenizer of these parameters")
+    return Model.of(config.model, tokenizer, params)
 
 
 def choose(
-    logits_V: Any, key: Any, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> Any:
+    logits_V: jax.Array, key: Any, temperature: float, top_k: int = 0, top_p: float = 1
+) -> jax.Array:
     """One token id, among the likeliest `top_k` (0: all), and of those among the fewest
     whose probabilities at this temperature are `top_p` together.
     """
-    import jax
-    import jax.numpy as jnp
-
     if temperature == 0:
         return jnp.argmax(logits_V)
     sorted_V = jnp.sort(logits_V, descending=True)
@@ -58,57 +82,28 @@ def choose(
     return jax.random.categorical(key, logits_V / temperature)
 
 
-@functools.lru_cache(maxsize=4)
-def make_generate(
-    graphdef: Any,
-    length: int,
-    end_id: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> Any:
-    """A program that reads a prompt and adds tokens until its window is full.
+@functools.cache
+def _make_step(graphdef: Any, *choices: Any) -> Any:
+    """A program from tokens (1, L) at a position to the token after one of them.
 
-    It takes (params, ids filled up to `length`, how many are the prompt, how many to
-    add, key, number of tokens added before) and gives the window and how much of it is
-    filled. Keys and values stay in a cache, so that each token costs one position.
+    Keys and values stay in a cache, so that each further token costs one position.
+    `choices` are those of `choose`.
     """
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
 
     @jax.jit
-    def generate(
-        params: Any, window_L: Any, size: Any, wanted: Any, key: Any, count: Any
-    ) -> Any:
+    def step(
+        params: Any, tokens_1xL: Any, caches: Any, position: Any, last: Any, key: Any
+    ) -> tuple[jax.Array, Any]:
         model = nnx.merge(graphdef, params)
-        end = jnp.minimum(length, size + wanted)
-        first = model.features(window_L[None], model.empty_caches(1))
-        x_1x1xD = jax.lax.dynamic_slice_in_dim(first.x_BxLxD, size - 1, 1, axis=1)
+        found = model.features(tokens_1xL, caches, position)
+        x_1x1xD = jax.lax.dynamic_slice_in_dim(found.x_BxLxD, last, 1, axis=1)
+        return choose(model.logits(x_1x1xD)[0, 0], key, *choices), found.caches
 
-        def going(carry: Any) -> jax.Array:
-            window_L, place, _, _ = carry
-            ended = (place > size) & (window_L[place - 1] == end_id)
-            return (place < end) & ~ended
-
-        def add(carry: Any) -> Any:
-            window_L, place, x_1x1xD, caches = carry
-            step_key = jax.random.fold_in(key, count + place - size)
-            logits_V = model.logits(x_1x1xD)[0, 0]
-            token = choose(logits_V, step_key, temperature, top_k, top_p)
-            token = token.astype(jnp.int32)
-            found = model.features(token[None, None], caches, place)
-            window_L = window_L.at[place].set(token)
-            return window_L, place + 1, found.x_BxLxD, found.caches
-
-        start = window_L, size, x_1x1xD, first.caches
-        return jax.lax.while_loop(going, add, start)[:2]
-
-    return generate
+    return step
 
 
 def continue_text(
-    model: "Model",
+    model: Model,
     prompt: str,
     *,
     max_tokens: int,
@@ -121,25 +116,28 @@ def continue_text(
 
     Where its window is full it goes on from the last half of it.
     """
-    import jax
-    import numpy as np
-
     end_id, length = model.tokenizer.end_id, model.max_length
-    choices = temperature, top_k, top_p
-    generate = make_generate(model.graphdef, length, end_id, *choices)
+    step = _make_step(model.graphdef, temperature, top_k, top_p)
+    empty = nnx.merge(model.graphdef, model.params).empty_caches(1)
     (ids,) = model.tokenizer.encode([prompt.encode(errors="replace")])
     # Documents follow an end of document in training: so does the prompt.
-    text, added = [end_id, *(int(i) for i in ids)], 0
-    while added < max_tokens and (added == 0 or text[-1] != end_id):
-        most = length - 1 if added == 0 else max(1, length // 2)
-        seen = text[-most:]
-        window_L = np.full(length, end_id, np.int32)
-        window_L[: len(seen)] = seen
-        sizes = np.int32(len(seen)), np.int32(max_tokens - added)
-        key = jax.random.key(seed)
-        window_L, size = generate(model.params, window_L, *sizes, key, np.int32(added))
-        new = np.asarray(window_L)[len(seen) : int(size)].tolist()
-        text, added = [*text, *new], added + len(new)
+    text, place, caches = [end_id, *(int(i) for i in ids)], length, empty
+    for number in range(max_tokens):
+        if place == length:  # of the window, in which the next token takes this place
+            seen = text[-(max(1, length // 2) if number else length - 1) :]
+            tokens_1xL = np.full((1, length), end_id, np.int32)
+            tokens_1xL[0, : len(seen)] = seen
+            place, caches, position, last = len(seen), empty, 0, len(seen) - 1
+        else:
+            tokens_1xL = np.asarray([text[-1:]], np.int32)
+            position, last = place - 1, 0
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        places = np.int32(position), np.int32(last)
+        token, caches = step(model.params, tokens_1xL, caches, *places, key)
+        text.append(int(token))
+        place += 1
+        if text[-1] == end_id:
+            break
     # Together, since a character may be divided between tokens.
     return model.tokenizer.decode([i for i in text if i != end_id])
 
@@ -149,13 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         about = "Continue a prompt with a trained model."
-        config: SampleConfig = options.parse_one(SampleConfig, argv, about)
-        from examples.trained import load_model
-
-        model = load_model(config.run, config.optimizer, config.step)
-        names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
-        choices = {name: getattr(config, name) for name in names}
-        print(continue_text(model, config.prompt, **choices))
+        given = dataclasses.asdict(options.parse_one(SampleConfig, argv, about))
+        model = load_model(*(given.pop(name) for name in ("run", "optimizer", "step")))
+        print(continue_text(model, given.pop("prompt"), **given))
 
     return options.run_command("sample", run)
 

@@ -35,9 +35,10 @@ class Setup:
     def plans(self) -> list[optim.Plan]:
         """The optimizers to compare, for this model on this mesh."""
         shardings = m2.Shardings.of(self.params) if self.mesh.size > 1 else None
-        rules, run = matrix_rules(self.config.model), self.config.run
-        options = {"rules": rules, "shardings": shardings}
-        return optim.plans(self.config.optim, run.steps, **options)
+        config, rules = self.config, matrix_rules(self.config.model)
+        places = {"rules": rules, "shardings": shardings}
+        tiny, steps = config.model.is_tiny, config.run.steps
+        return optim.plans(config.optim, steps, tiny=tiny, **places)
 
     def tokens(self) -> jax.ShapeDtypeStruct:
         """The shape of a batch."""

@@ -1,18 +1,18 @@
 """What is compiled: the train state, the training step, the evaluation step."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from examples.config import Config
 from examples.mesh import batch_sharding, param_shardings
 from examples.models import head
+from muon2_optax import state_sharding
 
 # Float32 logits that one device may hold at a time; beyond, the loss goes in chunks.
 _MAX_LOGITS = 2**29
@@ -50,34 +50,13 @@ def abstract_params(init: Callable[[jax.Array], Any], mesh: Mesh) -> Any:
     )
 
 
-def abstract_opt_state(
-    transform: optax.GradientTransformation, params: Any, mesh: Mesh
-) -> optax.OptState:
-    """The shapes of an optimizer's state, and where on the mesh its `init` puts it.
-
-    On Auto axes that cannot be asked, so the question is put on the same mesh with
-    Explicit axes.
-    """
-    explicit = (AxisType.Explicit,) * len(mesh.axis_names)
-    typed = Mesh(mesh.devices, mesh.axis_names, axis_types=explicit)
-
-    def on(mesh: Mesh, x: Any) -> jax.ShapeDtypeStruct:
-        spec = x.sharding.spec if x.sharding is not None else PartitionSpec()
-        sharding = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    with jax.set_mesh(typed):
-        there = jax.tree.map(partial(on, typed), params)
-        return jax.tree.map(partial(on, mesh), jax.eval_shape(transform.init, there))
-
-
 def abstract_state(
     transform: optax.GradientTransformation, params: Any, mesh: Mesh
 ) -> TrainState:
     """The shapes and shardings of a train state; nothing is allocated."""
     whole = NamedSharding(mesh, PartitionSpec())
     count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-    opt_state = abstract_opt_state(transform, params, mesh)
+    opt_state = state_sharding.abstract_state(transform.init, params, mesh)
     return TrainState(params, opt_state, count, count, count)
 
 
@@ -195,7 +174,7 @@ def make_eval_step(graphdef: Any, chunks: int = 1) -> jax.stages.Wrapped:
         model = nnx.merge(graphdef, params)
         x_BxLxD = model.features(tokens_BxM[:, :-1]).x_BxLxD
         targets_BxL = tokens_BxM[:, 1:]
-        loss_BxL, _ = head.token_losses(x_BxLxD, model.head(), targets_BxL, chunks)
+        loss_BxL = head.token_losses(x_BxLxD, model.head(), targets_BxL, chunks)
         return (loss_BxL.sum(axis=1) * weight_B).sum()
 
     return eval_step

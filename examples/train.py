@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import examples.step as steps
-from examples import checkpoint, evaluate, optim, sample
+from examples import checkpoint, export, optim, sample
 from examples.data.loader import prefetch
 from examples.files import WriteFailed
 from examples.mesh import peak_flops, peak_memory
@@ -23,7 +23,6 @@ from examples.options import Interrupted, UserError
 from examples.report import Report, perplexity
 from examples.runs import CHECKPOINT_FOLDER
 from examples.setup import Setup
-from examples.trained import Model
 
 # Steps that may be under way while their losses are still unread. Reading the loss of
 # the newest step instead would leave the device idle between steps.
@@ -38,78 +37,65 @@ class TrainingStopped(UserError):
 
 @contextlib.contextmanager
 def signals() -> Generator[Callable[[], int]]:
-    """Remembers a signal that asks the run to end; a second one acts as usual.
+    """Remembers a signal that asks the run to end; a second one ends it at once.
 
     A signal that is ignored when the run begins, as `nohup` does with SIGHUP, stays so.
     """
-    received, before = 0, {}
-
-    def restore() -> None:
-        while before:
-            signal.signal(*before.popitem())
+    received: list[int] = []
 
     def take(number: int, _: Any) -> None:
-        nonlocal received
-        received = number
-        restore()
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, take)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, take) for number in heard}
     try:
-        yield lambda: received
+        yield lambda: received[0] if received else 0
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def train(
-    setup: Setup,
-    plan: optim.Plan,
-    report: Report,
-    folder: Path,
-    received: Callable[[], int],
-) -> dict[str, Any]:
-    """Train with one optimizer, from its newest checkpoint or from the start.
+class Training:
+    """One optimizer, from its newest checkpoint or the start to the last step.
 
-    `received` gives the number of a signal that asks to end, or 0. Returns the record
-    of the result.
+    `received` gives the number of a signal that asks to end, or 0.
     """
-    training = _Training(setup, plan, report, folder, received)
-    with contextlib.closing(training.store):
-        return training.result()
 
-
-class _Training:
     def __init__(
         self,
         setup: Setup,
         plan: optim.Plan,
         report: Report,
         folder: Path,
-        received: Any,
+        received: Callable[[], int],
     ):
         self._setup, self._plan, self._name = setup, plan, plan.name
         self._report, self._received = report, received
-        save, place = setup.config.save, folder / CHECKPOINT_FOLDER / plan.name
-        self.store = checkpoint.Store(place, save.keep)
         self._run, self._save_options = setup.config.run, setup.config.save
+        place, self._folder = folder / CHECKPOINT_FOLDER / plan.name, folder
+        self._store = checkpoint.Store(place, self._save_options.keep)
         self._tokens = self._run.batch_size * setup.config.model.seq_len
         self._flops = sizes(setup.config.model, setup.params).flops_per_token
         self._peak = peak_flops(setup.mesh.size)
         self._unread: deque[tuple[int, steps.Metrics]] = deque()
         self._val_loss, self._bits, self._best_loss = math.nan, math.nan, math.inf
+        # Of training alone: validating and saving end by starting the clock anew.
+        self._seconds, self._since = 0.0, math.nan
         self._first_bad = 0  # of the bad steps in a row that end with the newest
         self._due = False  # a checkpoint, when a step is good again
         self._begin = self._saved_at = time.perf_counter()
 
     def result(self) -> dict[str, Any]:
-        """Train; the result is that of the last step."""
-        plan, run = self._plan, self._run
-        self._report.begin(self._name, (self.store.steps() or [0])[-1])
+        """Train; the record of the result."""
+        run = self._run
+        self._report.begin(self._name, (self._store.steps() or [0])[-1])
         abstract, compiled = self._compile()
         self._state = self._start(abstract)
-        compile_seconds = time.perf_counter() - self._begin
-        first, self._since = int(self._state.step), time.perf_counter()
+        compile_seconds, first = time.perf_counter() - self._begin, self._mark[0]
+        self._since = time.perf_counter()
         try:
             self._steps(compiled, first)
         except (WriteFailed, checkpoint.CheckpointFailed):
@@ -119,25 +105,29 @@ class _Training:
             raise
         if first == run.steps:
             self._evaluate(first)
-        self.store.wait()
-        result = {
-            "optimizer": self._name,
-            "ns_steps": plan.ns_steps,
-            "nesterov": plan.nesterov,
-            "learning_rate": plan.learning_rate,
-            "adam_learning_rate": plan.adam_learning_rate,
-            "steps": run.steps,
-            "skipped": int(self._state.skipped),
-            "val_loss": self._val_loss,
-            "perplexity": perplexity(self._val_loss),
-            "bits_per_byte": self._bits,
-            "tokens_per_second": run.steps * self._tokens / max(self._trained, 1e-9),
-            "seconds": time.perf_counter() - self._begin,
-            "compile_seconds": compile_seconds,
-            "digest": f"{int(checkpoint.digest(self._state)):08x}",
-        }
+        self._store.wait()
+        tokens_per_second = run.steps * self._tokens / max(self._seconds, 1e-9)
+        result = (
+            {"optimizer": self._name}
+            | self._plan.settings
+            | {
+                "steps": run.steps,
+                "skipped": int(self._state.skipped),
+                "val_loss": self._val_loss,
+                "perplexity": perplexity(self._val_loss),
+                "bits_per_byte": self._bits,
+                "tokens_per_second": tokens_per_second,
+                "seconds": time.perf_counter() - self._begin,
+                "compile_seconds": compile_seconds,
+                "digest": f"{int(checkpoint.digest(self._state)):08x}",
+            }
+        )
         self._report.record("result", **result)
         return result
+
+    def close(self) -> None:
+        """Wait for the checkpoint under way."""
+        self._store.close()
 
     def _compile(self) -> tuple[steps.TrainState, Any]:
         """The abstract state, and the step compiled for it."""
@@ -156,8 +146,12 @@ class _Training:
         if source is None:
             key = jax.random.key(self._run.seed)
             return steps.initial_state(setup.init, transform, abstract, key)
-        wanted = transform if self._run.init_optimizer else None
-        params, old = checkpoint.load_initial(source, self._name, setup.params, wanted)
+        wanted, old = transform if self._run.init_optimizer else None, None
+        if source.endswith(export.SUFFIX):
+            params = export.load(Path(source), setup.config.model, setup.params)
+        else:
+            known = self._name, setup.params, wanted
+            params, old = checkpoint.load_initial(source, *known)
         state = steps.initial_state(lambda p: p, transform, abstract, params)
         if old is None:
             return state
@@ -165,42 +159,30 @@ class _Training:
 
     def _start(self, abstract: steps.TrainState) -> steps.TrainState:
         """The state to go on from; records of steps after it are dropped."""
-        state, notes = self.store.restore(abstract)
+        state, notes = self._store.restore(abstract)
         state = state or self._first_state(abstract)
         name, first = self._name, int(state.step)
         # A run killed between its last step and its result evaluates once more.
-        again = "eval" if first == self._run.steps else ""
+        last = first - (first == self._run.steps)
 
         def keep(record: dict[str, Any]) -> bool:
-            if record.get("optimizer") != name or record["kind"] == "result":
-                return record.get("optimizer") != name
-            step = record["step"]
-            return step < first or (step == first and record["kind"] != again)
+            until = last if record["kind"] == "eval" else first
+            mine = record.get("optimizer") == name
+            return not mine or record.get("step", math.inf) <= until
 
         records = [r for r in self._report.rewind(keep) if r.get("optimizer") == name]
-        losses = checkpoint.validation_losses(records, name, self.store.steps())
-        if losses and self._save_options.keep_best:
-            best = min(losses, key=lambda step: losses[step])
-            self._best_loss, self.store.kept_step = losses[best], best
-        # Seconds of training: validation and saving are left out.
+        if self._save_options.keep_best:
+            best = checkpoint.best_step(self._folder, name, self._store.steps())
+            self._best_loss, self._store.best_step = best
         times = (r["seconds"] for r in records if r["kind"] == "train")
-        self._trained = max(times, default=0.0)
-        self._mark = (first, self._trained)
+        self._seconds = max(times, default=0.0)
+        self._mark = (first, self._seconds)
         self._skipped = int(state.skipped)
         self._first_bad = first if int(state.skipped_in_a_row) else 0
         if self._save_options.resume != "no":
             self._report.record("resumed", optimizer=name, step=first, notes=notes)
             self._report.say(f"{name}: from step {first}", *notes)
         return state
-
-    @contextlib.contextmanager
-    def _paused(self) -> Generator[None]:
-        """The clock of training stands still."""
-        self._trained += time.perf_counter() - self._since
-        try:
-            yield
-        finally:
-            self._since = time.perf_counter()
 
     def _steps(self, compiled: Any, first: int) -> None:
         run, every = self._run, self._save_options.save_every
@@ -218,8 +200,8 @@ class _Training:
                 if last or late or regular or self._due:
                     self._save(last=last)
                 if asked and number < run.steps:
-                    self.store.wait()
-                    saved = (self.store.steps() or [0])[-1]
+                    self._store.wait()
+                    saved = (self._store.steps() or [0])[-1]
                     said = f"saved at step {saved} of {self._name}; --resume goes on"
                     signal_name = signal.Signals(asked).name
                     raise Interrupted(asked, f"{signal_name}: {said} from there")
@@ -230,24 +212,24 @@ class _Training:
             number, metrics = self._unread.popleft()
             values = {k: float(v) for k, v in metrics._asdict().items()}
             in_a_row = int(values.pop("skipped_in_a_row"))
-            skipped = int(values.pop("skipped"))
             self._first_bad = number - in_a_row + 1 if in_a_row else 0
-            now = self._trained + time.perf_counter() - self._since
+            now = time.perf_counter()
+            self._seconds, self._since = self._seconds + now - self._since, now
             before, since = self._mark
-            speed = (number - before) * self._tokens / max(now - since, 1e-9)
+            speed = (number - before) * self._tokens / max(self._seconds - since, 1e-9)
             if number == 1 or number % self._run.log_every == 0:
-                self._mark = (number, now)
+                self._mark = (number, self._seconds)
             numbers: dict[str, Any] = values | {
                 "tokens": number * self._tokens,
-                "seconds": now,
+                "seconds": self._seconds,
                 "tokens_per_second": speed,
                 "mfu": self._peak and speed * self._flops / self._peak,
                 "memory_gib": peak_memory(),
-                "skipped": skipped,
+                "skipped": int(values["skipped"]),
             }
             self._report.train_step(self._name, number, numbers)
-            if skipped > self._skipped:
-                self._skipped = skipped
+            if numbers["skipped"] > self._skipped:
+                self._skipped = numbers["skipped"]
                 self._tell_skipped(number, values, in_a_row)
 
     def _tell_skipped(self, number: int, values: dict[str, float], n: int) -> None:
@@ -265,44 +247,31 @@ class _Training:
 
     def _evaluate(self, number: int) -> None:
         self._read(keep=0)
-        with self._paused():
-            self._val_loss, self._bits = self._setup.evaluate(self._state.params)
-            numbers = {
-                "tokens": number * self._tokens,
-                "seconds": self._trained,
-                "loss": self._val_loss,
-                "perplexity": perplexity(self._val_loss),
-                "bits_per_byte": self._bits,
-            }
-            self._report.evaluation(self._name, number, numbers)
-            if not math.isfinite(self._val_loss):
-                raise TrainingStopped(
-                    f"{self._name}: the validation loss became {self._val_loss} at "
-                    f"step {number}; try a lower --learning-rate"
-                )
-            self._look(number)
+        name, prompt = self._name, self._run.sample_prompt
+        self._val_loss, self._bits = self._setup.evaluate(self._state.params)
+        numbers = {
+            "tokens": number * self._tokens,
+            "seconds": self._seconds,
+            "loss": self._val_loss,
+            "perplexity": perplexity(self._val_loss),
+            "bits_per_byte": self._bits,
+        }
+        self._report.evaluation(name, number, numbers)
+        if not math.isfinite(self._val_loss):
+            said = (
+                f"{name}: the validation loss became {self._val_loss} at step {number}"
+            )
+            raise TrainingStopped(f"{said}; try a lower --learning-rate")
+        if prompt is not None:
+            config, tokenizer = self._setup.config.model, self._setup.data.tokenizer
+            model = sample.Model.of(config, tokenizer, self._state.params)
+            text = sample.continue_text(model, prompt, max_tokens=60)
+            self._report.record("sample", optimizer=name, step=number, text=text)
+            self._report.say(f"{name}: {text!r}")
         if self._save_options.keep_best and self._val_loss < self._best_loss:
-            self._best_loss, self.store.kept_step = self._val_loss, number
+            self._best_loss, self._store.best_step = self._val_loss, number
             self._save(last=False)
-
-    def _look(self, number: int) -> None:
-        """A sample and the scores of tasks, where they are asked for."""
-        run, config = self._run, self._setup.config.model
-        if run.sample_prompt is None and run.task_data is None:
-            return
-        model = Model.of(config, self._setup.data.tokenizer, self._state.params)
-        place = {"optimizer": self._name, "step": number}
-        head = f"{self._name:>8} step {number}/{run.steps}"
-        if run.sample_prompt is not None:
-            text = sample.continue_text(model, run.sample_prompt, max_tokens=60)
-            self._report.record("sample", **place, text=text)
-            self._report.say(f"{head}  {text!r}")
-        if run.task_data is not None:
-            limit = run.task_limit
-            found = evaluate.evaluate_tasks(model, Path(run.task_data), limit=limit)
-            for task, _, values in found:
-                self._report.record("task", **place, task=task, **values)
-                self._report.say(f"{head}  {task}  {evaluate.describe(values)}")
+        self._since = time.perf_counter()
 
     def _sound(self) -> bool:
         """Whether training can go on from here: after bad steps it may not."""
@@ -315,9 +284,9 @@ class _Training:
         """Save the newest state if it is good; where to go back to."""
         if self._sound():  # steps that were skipped have left it as it was
             self._report.sync()
-            self.store.save(self._state)
-            self.store.wait()
-        kept = self.store.steps()
+            self._store.save(self._state)
+            self._store.wait()
+        kept = self._store.steps()
         return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
 
     def _save(self, *, last: bool) -> None:
@@ -327,12 +296,12 @@ class _Training:
         and must not replace others.
         """
         self._read(keep=0)
-        with self._paused():
-            self._due = bool(self._first_bad) and not (last and self._sound())
-            if not self._due:
-                self._report.sync()
-                self.store.save(self._state)
-                self._saved_at = time.perf_counter()
+        self._due = bool(self._first_bad) and not (last and self._sound())
+        if not self._due:
+            self._report.sync()
+            self._store.save(self._state)
+            self._saved_at = time.perf_counter()
+        self._since = time.perf_counter()
 
     def _asked(self, number: int) -> tuple[int, bool]:
         """A signal that came, and whether it is time to save: for all processes."""

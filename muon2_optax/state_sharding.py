@@ -1,10 +1,11 @@
 """Optimizer states where the updates will keep them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from muon2_optax import trees
 from muon2_optax.sharding import Shardings, typed_mesh
@@ -32,29 +33,40 @@ def init_in_place(
     if shardings is None or any(t != AxisType.Auto for t in current):
         return state
     mesh = shardings.auto_mesh
-    # On Explicit axes the same transform says by itself how its state is divided.
-    typed = AbstractMesh(
-        mesh.axis_sizes,
-        mesh.axis_names,
-        axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
-    )
     names = [n for n, x in trees.named_leaves(params) if not trees.is_empty(x)]
+    places = [NamedSharding(mesh, shardings.spec(n)) for n in names]
     shapes = [
-        jax.ShapeDtypeStruct(
-            x.shape,
-            x.dtype,
-            sharding=NamedSharding(typed, shardings.spec(n)),
-        )
-        for n, x in zip(names, leaves, strict=True)
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        for x, place in zip(leaves, places, strict=True)
     ]
+    abstract = abstract_state(init, jax.tree.structure(params).unflatten(shapes), mesh)
+    return jax.tree.map(
+        lambda x, like: jax.lax.with_sharding_constraint(x, like.sharding),
+        state,
+        abstract,
+    )
+
+
+def abstract_state(
+    init: Callable[[Any], Any], params: Any, mesh: Mesh | AbstractMesh
+) -> Any:
+    """The shapes of ``init(params)``, and where on an Auto mesh every leaf belongs.
+
+    ``params`` are arrays or shapes with shardings on that mesh. On Auto axes their
+    types do not tell where they live, so ``init`` is traced for the same mesh with
+    Explicit axes, on which the transform says by itself how its state is divided.
+    """
+    explicit = (AxisType.Explicit,) * len(mesh.axis_names)
+    typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=explicit)
+
+    def on(mesh: Mesh | AbstractMesh, x: Any) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if _is_named(x.sharding) else PartitionSpec()
+        place = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
     with jax.sharding.use_abstract_mesh(typed):
-        abstract = jax.eval_shape(init, jax.tree.structure(params).unflatten(shapes))
-
-    def place(x: Any, like: Any) -> Any:
-        spec = like.sharding.spec if _is_named(like.sharding) else PartitionSpec()
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, state, abstract)
+        state = jax.eval_shape(init, jax.tree.map(partial(on, typed), params))
+    return jax.tree.map(partial(on, mesh), state)
 
 
 def _beside(mesh: Any, state: Any) -> Any:

@@ -21,7 +21,7 @@ from benchmarks.evidence import arms, data
 from benchmarks.evidence.arms import Hyper
 from benchmarks.evidence.cells import Cell
 from benchmarks.evidence.sizes import Size
-from examples.models import build, matrix_rules
+from examples.models import Decoder, matrix_rules
 from examples.models.head import head_loss
 
 WARMUP, FINAL = 0.05, 0.1
@@ -198,7 +198,7 @@ class Trainer:
 
 def _initializer(size: Size) -> Callable[[jax.Array], Any]:
     def model(key: jax.Array) -> nnx.Module:
-        return build(size.config, size.vocab_size, rngs=nnx.Rngs(key))
+        return Decoder(size.config, size.vocab_size, rngs=nnx.Rngs(key))
 
     return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(model(key), nnx.Param)))
 
@@ -209,7 +209,7 @@ def _loss(size: Size, params: Any, tokens: jax.Array, windows: jax.Array) -> Any
     rows = windows[:, None] * length + jnp.arange(length + 1)[None]
     text = tokens[rows].astype(jnp.int32)
     abstract = nnx.eval_shape(
-        lambda: build(size.config, size.vocab_size, rngs=nnx.Rngs(0))
+        lambda: Decoder(size.config, size.vocab_size, rngs=nnx.Rngs(0))
     )
     graphdef, _ = nnx.split(abstract, nnx.Param)
     model = nnx.merge(graphdef, params)

@@ -1,4 +1,4 @@
-"""Model architectures, one module each, and what the trainer asks of all of them."""
+"""The decoders, and what the trainer asks of them."""
 
 from typing import Any, NamedTuple
 
@@ -8,16 +8,6 @@ from flax import nnx
 import muon2_optax as m2
 from examples.config import ModelConfig
 from examples.models.decoder import Decoder
-from examples.models.gpt import Gpt
-from examples.models.llama import Llama
-from examples.models.moe import Moe
-
-_CLASSES: dict[str, type[Any]] = {"gpt": Gpt, "llama": Llama, "moe": Moe}
-
-
-def build(config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs) -> Decoder:
-    """The model of a configuration, with fresh parameters."""
-    return _CLASSES[config.architecture](config, vocab_size, rngs=rngs)
 
 
 def make_model(config: ModelConfig, vocab_size: int) -> tuple[Any, jax.stages.Wrapped]:
@@ -28,7 +18,7 @@ def make_model(config: ModelConfig, vocab_size: int) -> tuple[Any, jax.stages.Wr
     """
 
     def make(key: jax.Array) -> nnx.Module:
-        return build(config, vocab_size, rngs=nnx.Rngs(key))
+        return Decoder(config, vocab_size, rngs=nnx.Rngs(key))
 
     abstract = nnx.eval_shape(make, jax.random.key(0))
     graphdef, _ = nnx.split(abstract, nnx.Param)

@@ -18,13 +18,6 @@ Rotation = tuple[jax.Array, jax.Array]
 _QUERIES = 512
 
 
-class Place(NamedTuple):
-    """Where the tokens stand: the position of the first, and angles of all."""
-
-    position: Any
-    rotation: Rotation | None
-
-
 class Cache(NamedTuple):
     """Keys and values (B, seq_len, H, K) of the tokens so far."""
 
@@ -103,23 +96,22 @@ def _attend(q_BxLxHxK: jax.Array, cache: Cache, position: Any) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Causal multi-head self-attention, with rotary positions where given."""
+    """Causal multi-head self-attention; with biases (GPT) or rotary positions."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, bias: bool = False):
-        dim, dtype = config.dim, jnp.dtype(config.dtype)
-        self.config = config
-        self.query = Linear(dim, dim, dtype, rngs, bias=bias)
-        self.key = Linear(dim, dim, dtype, rngs, bias=bias)
-        self.value = Linear(dim, dim, dtype, rngs, bias=bias)
-        self.out = Linear(
-            dim, dim, dtype, rngs, gain=out_gain(config), bias=bias, split="in"
-        )
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config, bias = config, config.architecture == "gpt"
+        size = config.dim, config.dim, jnp.dtype(config.dtype), rngs
+        self.query = Linear(*size, bias=bias)
+        self.key = Linear(*size, bias=bias)
+        self.value = Linear(*size, bias=bias)
+        self.out = Linear(*size, gain=out_gain(config), bias=bias, split="in")
 
     def __call__(
-        self, x_BxLxD: jax.Array, place: Place, cache: Cache | None
+        self, x_BxLxD: jax.Array, position: Any, cache: Cache | None
     ) -> tuple[jax.Array, Cache | None]:
-        batch, length, dim = x_BxLxD.shape
-        heads = self.config.heads
+        """The tokens stand at `position` and what follows."""
+        (batch, length, dim), config = x_BxLxD.shape, self.config
+        heads = config.heads
 
         def split(y_BxLxD: jax.Array) -> jax.Array:
             y_BxLxHxK = y_BxLxD.reshape(batch, length, heads, dim // heads)
@@ -127,14 +119,14 @@ class Attention(nnx.Module):
 
         maps = (self.query, self.key, self.value)
         q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (split(m(x_BxLxD)) for m in maps)
-        if place.rotation is not None:
-            q_BxLxHxK = rotate(q_BxLxHxK, place.rotation)
-            k_BxLxHxK = rotate(k_BxLxHxK, place.rotation)
+        if config.architecture != "gpt":
+            angles = rotation(position, length, dim // heads, config.rope_theta)
+            q_BxLxHxK, k_BxLxHxK = rotate(q_BxLxHxK, angles), rotate(k_BxLxHxK, angles)
         if cache is None:
-            o_BxLxHxK = attention(self.config, q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
+            o_BxLxHxK = attention(config, q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
         else:
             new = zip(cache, (k_BxLxHxK, v_BxLxHxK))
-            at = (0, place.position, 0, 0)
+            at = (0, position, 0, 0)
             cache = Cache(*(jax.lax.dynamic_update_slice(x, y, at) for x, y in new))
-            o_BxLxHxK = _attend(q_BxLxHxK, cache, place.position)
+            o_BxLxHxK = _attend(q_BxLxHxK, cache, position)
         return self.out(o_BxLxHxK.reshape(batch, length, dim)), cache

@@ -1,4 +1,9 @@
-"""What every decoder is: an embedding, a stack of blocks, a norm and a head."""
+"""A decoder: an embedding, a stack of blocks, a norm and a head.
+
+GPT-2 has LayerNorm, biases, learned positions, GELU and a head tied to the embedding.
+LLaMA has RMSNorm, rotary positions, SwiGLU and a head of its own. The mixture of
+experts is a LLaMA with experts as feed-forwards.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +15,9 @@ from flax import nnx
 from examples.config import ModelConfig
 from examples.mesh import BATCH, constrain
 from examples.models import head, layers
-from examples.models.attention import Attention, Cache, Place
+from examples.models.attention import Attention, Cache
+from examples.models.moe import Mixture
+from examples.options import check
 
 
 class Features(NamedTuple):
@@ -24,16 +31,17 @@ class Features(NamedTuple):
 class Block(nnx.Module):
     """Pre-norm residual block: attention, then feed-forward."""
 
-    def __init__(self, config: ModelConfig, mlp: Any, rngs: nnx.Rngs, *, bias: bool):
-        self.attention_norm = layers.Norm(config, bias=bias)
-        self.attention = Attention(config, rngs, bias=bias)
-        self.mlp_norm = layers.Norm(config, bias=bias)
-        self.mlp = mlp(config, rngs)
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        feed_forward = Mixture if config.architecture == "moe" else layers.FeedForward
+        self.attention_norm = layers.Norm(config)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = layers.Norm(config)
+        self.mlp: Any = feed_forward(config, rngs)
 
     def __call__(
-        self, x_BxLxD: jax.Array, place: Place, cache: Cache | None
+        self, x_BxLxD: jax.Array, position: Any, cache: Cache | None
     ) -> tuple[jax.Array, tuple[jax.Array, Cache | None]]:
-        y_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), place, cache)
+        y_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), position, cache)
         x_BxLxD = x_BxLxD + y_BxLxD
         y_BxLxD, loss = self.mlp(self.mlp_norm(x_BxLxD))
         return x_BxLxD + y_BxLxD, (loss, cache)
@@ -42,26 +50,40 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Token ids (B, L) to float32 logits (B, L, V), in two halves.
 
-    `features` gives the last activations and `logits` or `loss` the rest, so that
+    `features` gives the last activations and `logits` or `head_loss` the rest, so that
     positions may go through the head in chunks.
     """
 
-    config: ModelConfig
-    blocks: Any
-    final_norm: layers.Norm
+    def __init__(self, config: ModelConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        self.config, gpt = config, config.architecture == "gpt"
+        self.embed = layers.Embedding(vocab_size, config, rngs)
+        if gpt:
+            init = nnx.initializers.normal(layers.OUTER_STD)
+            shape = config.seq_len, config.dim
+            self.position_table = nnx.Param(init(rngs.params(), shape, jnp.float32))
+        self.blocks = make_blocks(config, rngs)
+        self.final_norm = layers.Norm(config)
+        if not gpt:
+            size, gain = (config.dim, vocab_size), layers.OUTER_STD * config.dim**0.5
+            self.lm_head = layers.Linear(
+                *size, jnp.dtype(config.dtype), rngs, gain=gain
+            )
 
-    def embedded(self, tokens_BxL: jax.Array, position: Any) -> jax.Array:
-        """The activations (B, L, D) before the blocks."""
-        raise NotImplementedError
-
-    def place(self, length: int, position: Any) -> Place:
-        """Where the tokens are, for the attention of all blocks."""
-        del length
-        return Place(position, None)
+    def _embedded(self, tokens_BxL: jax.Array, position: Any) -> jax.Array:
+        x_BxLxD, config = self.embed(tokens_BxL), self.config
+        if config.architecture != "gpt":
+            return x_BxLxD  # the blocks rotate by the position
+        length, longest = tokens_BxL.shape[1], config.seq_len
+        said = f"{length} tokens exceed the {longest} learned positions of this model"
+        check(length <= longest, f"{said} (--seq-len)")
+        table_MxD = self.position_table[...]
+        position_LxD = jax.lax.dynamic_slice_in_dim(table_MxD, position, length)
+        return x_BxLxD + position_LxD.astype(config.dtype)[None]
 
     def head(self) -> jax.Array:
         """The matrix (D, V) that makes logits of features, in float32."""
-        raise NotImplementedError
+        tied = self.config.architecture == "gpt"
+        return self.embed.embedding[...].T if tied else self.lm_head.kernel[...]
 
     def features(
         self, tokens_BxL: jax.Array, caches: Any = None, position: Any = 0
@@ -71,9 +93,9 @@ class Decoder(nnx.Module):
         With `caches` the tokens stand at `position` and what follows, and see what was
         cached before it.
         """
-        place = self.place(tokens_BxL.shape[1], position)
-        x_BxLxD = self.embedded(tokens_BxL, position)
-        x_BxLxD, loss, caches = _run(self.config, self.blocks, x_BxLxD, place, caches)
+        x_BxLxD = self._embedded(tokens_BxL, position)
+        run = self.config, self.blocks, x_BxLxD, position, caches
+        x_BxLxD, loss, caches = _run(*run)
         x_BxLxD = constrain(self.final_norm(x_BxLxD), BATCH, None, None)
         return Features(x_BxLxD, loss, caches)
 
@@ -96,19 +118,21 @@ class Decoder(nnx.Module):
         return self.logits(self.features(tokens_BxL).x_BxLxD)
 
 
-def make_blocks(
-    config: ModelConfig, make: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs
-) -> Any:
+def make_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Any:
     """One block per layer: a list, or one block whose parameters are (N, ...).
 
     Both hold the same numbers for the same key.
     """
+
+    def make(key: jax.Array) -> Block:
+        return Block(config, nnx.Rngs(key))
+
     keys = jax.random.split(rngs.params(), config.layers)
-    abstract = nnx.eval_shape(lambda key: make(nnx.Rngs(key)), keys[0])
+    abstract = nnx.eval_shape(make, keys[0])
     graphdef, _ = nnx.split(abstract, nnx.Param)
     # One program makes all layers in a loop: random numbers for each layer take long to
     # compile, and also a stack of them where XLA moves the slices below into it.
-    stacked = jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(key)), nnx.Param), keys)
+    stacked = jax.lax.map(lambda key: nnx.state(make(key), nnx.Param), keys)
     if config.scan_layers:
         return nnx.merge(graphdef, stacked)
     single = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.layers))
@@ -129,14 +153,14 @@ def _recomputed(config: ModelConfig, function: Callable[..., Any]) -> Any:
 
 
 def _run(
-    config: ModelConfig, blocks: Any, x_BxLxD: jax.Array, place: Place, caches: Any
+    config: ModelConfig, blocks: Any, x_BxLxD: jax.Array, position: Any, caches: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
     """The activations after all blocks, the sum of their own losses, the caches."""
 
     def step(graphdef: Any) -> Callable[..., Any]:
         def apply(params: Any, x_BxLxD: jax.Array, cache: Any) -> Any:
             x_BxLxD = constrain(x_BxLxD, BATCH, None, None)
-            return nnx.merge(graphdef, params)(x_BxLxD, place, cache)
+            return nnx.merge(graphdef, params)(x_BxLxD, position, cache)
 
         return _recomputed(config, apply)
 

@@ -70,11 +70,12 @@ def normalize(
 
 
 class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with `bias`."""
+    """RMSNorm (LLaMA), or LayerNorm, which has a bias (GPT)."""
 
-    def __init__(self, config: ModelConfig, *, bias: bool):
+    def __init__(self, config: ModelConfig):
         self.scale = nnx.Param(jnp.ones(config.dim, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(config.dim, jnp.float32)) if bias else None
+        bias = nnx.Param(jnp.zeros(config.dim, jnp.float32))
+        self.bias = bias if config.architecture == "gpt" else None
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         bias_D = None if self.bias is None else self.bias[...]
@@ -112,3 +113,24 @@ class Embedding(nnx.Module):
 def out_gain(config: ModelConfig) -> float:
     """Keeps the residual stream's size at the start the same at any depth."""
     return (2 * config.layers) ** -0.5
+
+
+class FeedForward(nnx.Module):
+    """Two matrices with a GELU between them and biases (GPT), or SwiGLU (LLaMA)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        dim, hidden, dtype = config.dim, config.hidden, jnp.dtype(config.dtype)
+        bias, gain = config.architecture == "gpt", out_gain(config)
+        self.gate = None if bias else Linear(dim, hidden, dtype, rngs)
+        self.up = Linear(dim, hidden, dtype, rngs, bias=bias)
+        self.down = Linear(hidden, dim, dtype, rngs, gain=gain, bias=bias, split="in")
+
+    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The result, and a loss of its own: none."""
+        up_BxLxF = self.up(x_BxLxD)
+        if self.gate is None:
+            h_BxLxF = gelu(up_BxLxF)
+        else:
+            h_BxLxF = swiglu(self.gate(x_BxLxD), up_BxLxF)
+        y_BxLxD = self.down(constrain(h_BxLxF, BATCH, None, "tensor"))
+        return y_BxLxD, jnp.zeros((), jnp.float32)

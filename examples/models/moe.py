@@ -14,7 +14,6 @@ from flax import nnx
 from examples.config import ModelConfig
 from examples.mesh import BATCH, constrain
 from examples.models import layers
-from examples.models.llama import Llama
 
 _ROWS = ("data", "fsdp")  # what divides rows while `expert` divides experts
 
@@ -155,9 +154,3 @@ class Mixture(nnx.Module):
         y_BxLxAxD = y_BxSxD.reshape(batch, length, config.active_experts, dim)
         weight_BxLxA = weight_BxLxA.astype(y_BxLxAxD.dtype)
         return jnp.einsum("blad,bla->bld", y_BxLxAxD, weight_BxLxA), loss
-
-
-class Moe(Llama):
-    """Token ids (B, L) to float32 logits (B, L, V), through experts."""
-
-    feed_forward = Mixture

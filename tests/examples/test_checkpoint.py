@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import checkpoint, evaluate, plot, sample, step
+from benchmarks import evaluate, plot
+from examples import checkpoint, sample, step
 from examples.config import parse
 from examples.data import loader
 from examples.files import RecordFile, WriteFailed, read_metrics
@@ -43,10 +44,9 @@ def argv(text_path: Path, tiny: list[str]) -> list[str]:
 def finished(
     quick_compilation: None, tmp_path_factory: pytest.TempPathFactory, argv: list[str]
 ) -> Path:
-    """A run of 12 steps on eight devices, with checkpoints of 4, 8 and 12."""
+    """A run of 12 steps on one device, with checkpoints of 4, 8 and 12."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    mesh = ["--mesh", "fsdp=4,tensor=2"]
-    assert main([*argv, "--steps", "12", "--out", str(folder), *mesh]) == 0
+    assert main([*argv, "--steps", "12", "--out", str(folder)]) == 0
     return folder
 
 
@@ -71,7 +71,14 @@ def cut_back(finished: Path, target: Path, *removed: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("fsdp=4", marks=pytest.mark.slow), ""])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "fsdp=2",
+        pytest.param("fsdp=4,tensor=2", marks=pytest.mark.slow),
+        pytest.param("", marks=pytest.mark.slow),  # all eight
+    ],
+)
 def test_another_mesh_goes_on_with_the_same_losses(
     mesh: str, finished: Path, argv: list[str], tmp_path: Path
 ) -> None:
@@ -110,17 +117,23 @@ def damage(path: Path, kind: str) -> None:
         largest.unlink()
 
 
-@pytest.mark.parametrize("kind", ["truncated", "flipped", "missing"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "flipped",
+        pytest.param("truncated", marks=pytest.mark.slow),
+        pytest.param("missing", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_is_skipped_and_set_aside(
     kind: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = cut_back(finished, tmp_path / "run")
     damage(folder / "checkpoints" / "muon2" / "12", kind)
     # The run had finished: only a longer one reads its checkpoints again.
-    argv = ["--resume", "--out", str(folder), "--mesh", "fsdp=4,tensor=2"]
-    assert main([*argv, "--steps", "13"]) == 0
+    assert main(["--resume", "--out", str(folder), "--steps", "13"]) == 0
     assert "checkpoint of step 12 skipped" in capsys.readouterr().out
-    assert (folder / "damaged" / "muon2-12").is_dir()
+    assert (folder / "damaged" / "muon2-12-1").is_dir()
     assert steps(folder) == ["12", "13", "8"] or steps(folder) == ["13", "4", "8"]
     assert list(losses(folder)) == list(range(1, 14))
 
@@ -146,12 +159,10 @@ def test_a_damaged_checkpoint_has_a_neighbour(finished: Path, tmp_path: Path) ->
     place = folder / "checkpoints" / "muon2"
     for name in ("8", "12"):
         damage(place / name / "params", "truncated")
-    with pytest.raises(UserError, match=r"step 12 is unreadable .*; --step 4 can be"):
+    said = r"step 12 is unreadable .*; name another with --step \(there: 4, 8, 12\), or"
+    with pytest.raises(UserError, match=said):
         checkpoint.load_params(folder)
     checkpoint.load_params(folder, step=4)
-    damage(place / "4" / "params", "truncated")
-    with pytest.raises(UserError, match="no other can be read: put back a copy"):
-        checkpoint.load_params(folder)
 
 
 def test_damaged_parameters_are_neither_sampled_nor_evaluated(
@@ -163,7 +174,7 @@ def test_damaged_parameters_are_neither_sampled_nor_evaluated(
         damage(folder / "checkpoints" / "muon2" / "12" / "params", kind)
         assert sample.main(["--run", str(folder)]) == 2
         out, err = capfd.readouterr()
-        assert "checkpoint of step 12 is unreadable" in err and "--step 8 can be" in err
+        assert "checkpoint of step 12 is unreadable" in err and "--step" in err
         assert not out and err.count("\n") == 1 and "handler" not in err
     argv = ["--run", str(folder), "--task-data", str(tmp_path)]
     assert evaluate.main(argv) == 2
@@ -172,7 +183,7 @@ def test_damaged_parameters_are_neither_sampled_nor_evaluated(
 
 def test_parameters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     config = parse(["--optimizer", "adamw", "--dim", "16", "--hidden", "16"])
-    store_settings(tmp_path, config, 257, "0", write=True)
+    store_settings(tmp_path, config, 257, "0")
     _, init = make_model(config.model, 257)
     params = init(jax.random.key(0))
     params["final_norm"]["scale"] = params["final_norm"]["scale"].at[3].set(jnp.nan)
@@ -290,7 +301,7 @@ def test_load_params_names_what_is_missing(finished: Path, tmp_path: Path) -> No
     params, config, _ = checkpoint.load_params(finished, "muon2", 8)
     assert config.run.steps == 12
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
-    with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there: \[4, 8, 12"):
+    with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there: 4, 8, 12"):
         checkpoint.load_params(finished, step=5)
     with pytest.raises(UserError, match="no adamw"):
         checkpoint.load_params(finished, "adamw")

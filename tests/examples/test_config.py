@@ -45,7 +45,8 @@ def fails_with_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> 
         (["--b2", "1.5"], "below 1"),
         (["--steps", "99999999999999999999"], "at most 2147483647"),
         (["--init-optimizer"], "--init-optimizer needs --init-from"),
-        (["--distributed"], "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+        (["--distributed"], "--distributed needs --out"),
+        (["--distributed", "--out", "x"], "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
         (["--val-fraction", "0.9"], "--val-fraction"),
         (["--optimizer", ""], "--optimizer"),
         (["--optimizer", "muon,sgd9"], "unknown name 'sgd9' (known: adamw, "),
@@ -119,10 +120,14 @@ def test_flags_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-def test_fingerprint_ignores_the_folder_only() -> None:
-    base = config.parse([]).fingerprint()
-    assert config.parse(["--out", "x"]).fingerprint() == base
-    assert config.parse(["--seed", "1"]).fingerprint() != base
+def test_the_default_is_the_recommended_recipe_and_a_comparison_of_tiny_models() -> (
+    None
+):
+    assert config.parse([]).optim.names() == tuple(config.COMPARED.split(","))
+    assert config.parse(["--model", "gpt_tiny"]).optim.names()[-1] == "muon2_f_h"
+    assert config.parse(["--model", "llama_60m"]).optim.names() == ("muon2_f_h",)
+    asked = config.parse(["--model", "llama_60m", "--optimizer", "muon"])
+    assert asked.optim.names() == ("muon",)
 
 
 def store(folder: Path, begun: config.Config) -> None:
@@ -147,6 +152,21 @@ def test_a_continued_run_has_the_options_of_its_start(tmp_path: Path) -> None:
     # What changes nothing that is computed may differ, and more steps.
     free = continued(tmp_path, "--steps", "12", "--log-every", "2", "--mesh", "fsdp=2")
     assert (free.run.steps, free.run.log_every) == (12, 2)
+
+
+def test_a_run_with_the_defaults_of_an_earlier_version_does_not_go_on(
+    tmp_path: Path,
+) -> None:
+    begun = config.parse(["--steps", "9"])
+    store(tmp_path, begun)  # as versions before 0.2 did
+    with pytest.raises(UserError, match="begun by an earlier version"):
+        runs.check_text(tmp_path, begun, "")
+    runs.store_settings(tmp_path, begun, 257, "abc")
+    longer = config.parse(["--steps", "12", "--mesh", "fsdp=2"])
+    steps, mesh = runs.check_text(tmp_path, longer, "abc")
+    assert "--steps was 9, now 12" in steps and "--mesh was all devices" in mesh
+    with pytest.raises(UserError, match="hash abc, now abd"):
+        runs.check_text(tmp_path, begun, "abd")
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import evaluate, files, trained
+from benchmarks import evaluate
+from benchmarks.evaluate import Request
+from benchmarks.tasks import TASKS, read_task
+from examples import files, sample
 from examples.config import parse
 from examples.data import tokens as tok
-from examples.evaluate import Request
 from examples.files import WriteFailed
 from examples.models import make_model
 from examples.options import UserError
-from examples.tasks import TASKS, read_task
-from examples.trained import Model
+from examples.sample import Model
 
 MAX_LENGTH = 48
 CONFIG = parse(
@@ -256,7 +257,7 @@ def test_metrics_by_definition(model: Model, task_data: Path) -> None:
 def checkpoint(monkeypatch: pytest.MonkeyPatch, params: Any, tmp_path: Path) -> None:
     """A run's parameters, without a run."""
     found = params, CONFIG, None
-    monkeypatch.setattr(trained, "load_params", lambda *_, **__: found)
+    monkeypatch.setattr(sample, "load_params", lambda *_, **__: found)
 
 
 def test_a_run_is_evaluated_and_recorded(

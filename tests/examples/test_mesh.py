@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples.config import ModelConfig
 from examples.mesh import batch_sharding, constrain, make_mesh, param_shardings
-from examples.models import build
+from examples.models import Decoder
 from examples.models.head import head_loss
 from examples.options import UserError
 
@@ -56,7 +56,7 @@ def test_errors(text: str, said: str) -> None:
 
 
 def shapes(config: ModelConfig) -> Any:
-    abstract = nnx.eval_shape(lambda: build(config, VOCAB, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Decoder(config, VOCAB, rngs=nnx.Rngs(0)))
     return nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
 
 
@@ -125,7 +125,7 @@ def test_a_mesh_computes_what_one_device_does(
         model=model, dim=32, heads=2, hidden=64, seq_len=16, scan_layers=scan_layers,
         capacity_factor=1.5,
     )  # fmt: skip
-    graphdef, state = nnx.split(build(config, VOCAB, rngs=nnx.Rngs(0)), nnx.Param)
+    graphdef, state = nnx.split(Decoder(config, VOCAB, rngs=nnx.Rngs(0)), nnx.Param)
     params = nnx.to_pure_dict(state)
     tokens = jax.random.randint(jax.random.key(1), (8, 17), 0, VOCAB)
     step = jax.jit(partial(loss_and_grads, graphdef))

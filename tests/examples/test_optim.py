@@ -8,7 +8,7 @@ import pytest
 
 import muon2_optax as m2
 from examples import optim
-from examples.config import ModelConfig, OptimConfig
+from examples.config import COMPARED, ModelConfig, OptimConfig
 from examples.models import make_model, matrix_rules
 from examples.options import UserError
 
@@ -51,17 +51,35 @@ def test_short_schedules_stay_in_range(steps: int, warmup: int, kind: Any) -> No
 def test_every_registered_optimizer_has_a_plan() -> None:
     plans = optim.plans(OptimConfig(optimizer="all"), steps=10)
     assert [plan.name for plan in plans] == ["adamw", *m2.REGISTRY]
-    steps = {plan.name: plan.ns_steps for plan in plans}
+    steps = {plan.name: plan.settings["ns_steps"] for plan in plans}
     assert steps["adamw"] is None
     assert (steps["muon"], steps["muon2"], steps["muon2_f"]) == (5, 3, 3)
+
+
+def test_momentum_is_equal_and_the_recommended_recipe_has_the_fitted_schedule() -> None:
+    plans = optim.plans(OptimConfig(optimizer=COMPARED), steps=10)
+    settings = {plan.name: plan.settings for plan in plans}
+    nesterov = {name: found["nesterov"] for name, found in settings.items()}
+    assert nesterov.pop("adamw") is None and set(nesterov.values()) == {True}
+    coefficients = [found["ns_coeffs"] for found in settings.values()]
+    assert coefficients == [None, "keller", "keller", "keller", "muon2"]
+    (plan,) = optim.plans(OptimConfig(optimizer="muon2_f_h"), steps=10, tiny=False)
+    assert plan.settings["learning_rate"] == 0.03
+    assert plan.settings["adam_learning_rate"] == 0.002
+    asked = OptimConfig(
+        optimizer="muon2_f_h", nesterov=False, ns_coeffs="turbo", ns_steps=4
+    )
+    (plan,) = optim.plans(asked, steps=10)
+    found = [plan.settings[key] for key in ("nesterov", "ns_coeffs", "ns_steps")]
+    assert found == [False, "turbo", 4]
 
 
 def test_overrides_reach_the_optimizers_that_have_them() -> None:
     config = OptimConfig(optimizer="adamw,muon2", ns_steps=4, learning_rate=0.5)
     adamw, muon2 = optim.plans(config, steps=10)
-    assert (adamw.ns_steps, muon2.ns_steps) == (None, 4)
-    assert adamw.learning_rate == muon2.learning_rate == 0.5
-    assert muon2.adam_learning_rate == optim.ADAM_LEARNING_RATE
+    assert [plan.settings["ns_steps"] for plan in (adamw, muon2)] == [None, 4]
+    assert adamw.settings["learning_rate"] == muon2.settings["learning_rate"] == 0.5
+    assert muon2.settings["adam_learning_rate"] == optim.TINY_RATES["adamw"]
     with pytest.raises(UserError, match="--adam-learning-rate does not apply"):
         optim.plans(OptimConfig(optimizer="adamw", adam_learning_rate=0.1), steps=10)
 

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import muon2_optax as m2
+from benchmarks import plot as comparison
 from examples import optim, plot, report, setup
 from examples import train as training
 from examples.checkpoint import load_params
@@ -108,11 +109,11 @@ def test_plot(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert seconds == sorted(seconds) and seconds[0] > 0
     before = (full_run / "loss.png").stat().st_mtime_ns
     monkeypatch.chdir(tmp_path)
-    assert plot.main([str(full_run), str(full_run)]) == 0
+    assert comparison.main([str(full_run), str(full_run)]) == 0
     assert Path("comparison.png").stat().st_size > 1000
     assert (full_run / "loss.png").stat().st_mtime_ns == before
     target = tmp_path / "all.png"
-    assert plot.main([str(full_run), "--out", str(target), "--smooth", "3"]) == 0
+    assert comparison.main([str(full_run), "--out", str(target)]) == 0
     assert target.stat().st_size > 1000
     assert plot.smoothed([1.0, 3.0, 5.0, 1.0], 2) == [1.0, 2.0, 4.0, 3.0]
     with pytest.raises(UserError, match="metrics.jsonl"):
@@ -144,6 +145,7 @@ def test_the_same_command_gives_the_same_losses(
         assert [r["loss"] for r in first] == [r["loss"] for r in again]
 
 
+@pytest.mark.slow
 def test_bpe_and_bfloat16_and_the_default_folder(
     text_path: Path,
     tiny: list[str],
@@ -174,8 +176,7 @@ def test_the_default_folder_is_new_each_time(
     monkeypatch.chdir(tmp_path)
     config = parse([])
     names = [claim_folder(config).name for _ in range(3)]
-    base = f"pretrain-{config.fingerprint()}"
-    assert names == [base, f"{base}-2", f"{base}-3"]
+    assert names == ["1", "2", "3"]
 
 
 def test_a_run_that_diverges_stops_and_says_so(
@@ -229,6 +230,7 @@ def test_a_ruined_model_takes_the_place_of_no_good_one(
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 def test_accumulation_and_chunks_and_a_mesh_change_nothing(
     full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -245,6 +247,7 @@ def test_accumulation_and_chunks_and_a_mesh_change_nothing(
     assert whole[3]["loss"] < whole[0]["loss"] - 0.02
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_with_everything_on(
     text_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,7 +317,7 @@ def test_runs_of_other_tokenizers_are_drawn_in_bits_per_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels: list[str] = []
-    pyplot = plot._pyplot()
+    pyplot = plot.pyplot()
     monkeypatch.setattr(
         pyplot.Axes, "set", lambda self, **named: labels.append(named["ylabel"])
     )
@@ -332,6 +335,7 @@ def test_runs_of_other_tokenizers_are_drawn_in_bits_per_byte(
         assert labels[0].startswith(unit) and labels[2] == "nats per token"
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(
     full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -344,7 +348,8 @@ def test_a_run_begins_with_the_weights_of_another(
         assert main([*argv, *more, "--warmup-steps", "1", "--out", str(out)]) == 0
         records = of_kind(out, "train")
         first[name] = [r["loss"] for r in records]
-        assert records[0]["learning_rate"] == pytest.approx(0.02)
+        half = optim.TINY_RATES["muon2"] / 2  # the warm-up begins anew
+        assert records[0]["learning_rate"] == pytest.approx(half)
     done = [r for r in of_kind(full_run, "train") if r["optimizer"] == "muon2"]
     assert first["bare"][0] == first["warm"][0] < done[0]["loss"] - 1.5
     assert first["bare"][1:] != first["warm"][1:]
@@ -360,11 +365,9 @@ def test_the_best_checkpoint_is_kept_and_the_model_looked_at(
 ) -> None:
     losses = iter([3.0, 1.0, 2.0, 2.5])  # the best is that of step 4
     monkeypatch.setattr(setup.Setup, "evaluate", lambda *_: (next(losses, 2.0), 1.0))
-    question = {"query": "Question: a\n", "choices": ["b", "c"], "gold": 0}
-    (tmp_path / "piqa.jsonl").write_text(json.dumps(question) + "\n")
     argv = [*tiny, "--data", str(text_path), "--optimizer", "adamw", "--steps", "8"]
     argv += ["--eval-every", "2", "--keep", "1", "--keep-best"]
-    argv += ["--sample-prompt", "def ", "--task-data", str(tmp_path)]
+    argv += ["--sample-prompt", "def "]
     assert main([*argv, "--out", str(tmp_path / "run")]) == 0
     kept = {p.name for p in (tmp_path / "run" / "checkpoints" / "adamw").iterdir()}
     assert kept == {"4", "8"}
@@ -374,12 +377,13 @@ def test_the_best_checkpoint_is_kept_and_the_model_looked_at(
     )
     assert (best != last).any()
     out = capsys.readouterr().out
-    assert out.count("'def ") == out.count("piqa  acc") == 4
-    assert [r["step"] for r in of_kind(tmp_path / "run", "task")] == [2, 4, 6, 8]
-    assert all("def " in r["text"] for r in of_kind(tmp_path / "run", "sample"))
+    samples = of_kind(tmp_path / "run", "sample")
+    assert out.count("'def ") == 4 and all("def " in r["text"] for r in samples)
+    assert [r["step"] for r in samples] == [2, 4, 6, 8]
     # The closing table, too, fits into 80 columns.
-    table = out.split("plot:")[0].splitlines()[-6:]
-    (row,) = [line for line in table if "Nesterov" in line]
+    lines = out.split("plot:")[0].splitlines()
+    (row,) = [line for line in lines if "coeffs" in line]
+    table = lines[lines.index(row) :]
     assert "skipped" in row and row.rstrip().endswith(" s")
     assert "\u2026" not in out and max(map(len, table)) <= 80
 
@@ -401,7 +405,7 @@ def test_full_memory_is_one_line_of_advice(
     def fails(*_: Any) -> None:
         raise full
 
-    monkeypatch.setattr(training, "train", fails)
+    monkeypatch.setattr(training, "Training", fails)
     argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path / "run")]
     assert main([*argv, "--optimizer", "adamw", "--steps", "2"]) == 1
     err = capsys.readouterr().err
@@ -410,16 +414,19 @@ def test_full_memory_is_one_line_of_advice(
 
 
 def test_signals_are_remembered_and_ignored_ones_stay_so() -> None:
-    # Whoever started the tests may have them ignore it.
-    first = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+    # Whoever started the tests may have them ignored.
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    first = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    for number in numbers:
         with training.signals() as received:
             assert received() == 0
             os.kill(os.getpid(), number)
             assert received() == number
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            with pytest.raises(KeyboardInterrupt):  # a second one does not wait
+                os.kill(os.getpid(), number)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     with training.signals() as received:
         os.kill(os.getpid(), signal.SIGHUP)
         assert received() == 0
-    signal.signal(signal.SIGHUP, first)
+    for number, handler in first.items():
+        signal.signal(number, handler)

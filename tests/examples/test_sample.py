@@ -11,8 +11,7 @@ from flax import nnx
 
 from examples import sample as sampling
 from examples.pretrain import main as pretrain
-from examples.sample import choose, continue_text
-from examples.trained import load_model
+from examples.sample import choose, continue_text, load_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import plot, sweep
+from benchmarks import plot, sweep
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -1,6 +1,6 @@
 """Runs over all combinations of some options, and one table of them.
 
-    python -m examples.sweep --set learning_rate=0.01,0.02,0.04 \\
+    python -m benchmarks.sweep --set learning_rate=0.01,0.02,0.04 \\
         --set optimizer=muon,muon2 --out sweeps/rates -- --steps 300 --data text/
 
 Whatever follows `--` goes to every run. Of several seeds (`--set seed=0,1,2`) the table
@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plot
 from examples import config as configs
-from examples import options, plot, runs
+from examples import options, runs
 from examples.files import read_metrics, write_json
 from examples.options import Interrupted, check
 

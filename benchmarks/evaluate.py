@@ -1,4 +1,4 @@
-"""Zero-shot evaluation of a run: `python -m examples.evaluate --run RUN --task-data D`.
+"""Zero-shot evaluation: `python -m benchmarks.evaluate --run RUN --task-data DATA`.
 
 Log-likelihoods of continuations by the rules of lm-evaluation-harness 0.4
 (`TemplateLM._encode_pair` and `HFLM._loglikelihood_tokens`), so that scores are the
@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.tasks import TASKS, Score, measure, read_task
 from examples import options
-from examples.options import Options, check, option
-from examples.tasks import TASKS, Score, measure, read_task
+from examples.config import TrainedConfig
+from examples.options import check, option
 
 if TYPE_CHECKING:
     from examples.data.tokens import Tokenizer
-    from examples.trained import Model
+    from examples.sample import Model
 
 RECORD_FILE = "evaluation.jsonl"
 # A scored position counts as much as these tokens: with a vocabulary of 50,000 its
@@ -35,14 +36,9 @@ _SHORTEST = 32, 8  # padded lengths of texts, and of what is scored of them
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig(Options):
+class EvaluateConfig(TrainedConfig):
     """Which run is evaluated on what."""
 
-    run: str = option("", "folder of a training run")
-    optimizer: str | None = option(None, "which of the run's optimizers, if several")
-    step: str | None = option(
-        None, "checkpoint: a step or 'best' (default: the newest)"
-    )
     tasks: str = option("all", "names joined by commas, or 'all' that are in the files")
     task_data: str | None = option(None, "folder of the task files")
     limit: int = option(0, "only the first questions of each task (0: all)", "[0, ]")
@@ -50,7 +46,6 @@ class EvaluateConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.run), "--run FOLDER is needed")
         check(bool(self.task_data), "--task-data FOLDER is needed")
 
 
@@ -192,7 +187,7 @@ def describe(metrics: dict[str, float]) -> str:
 def _evaluate(config: EvaluateConfig) -> None:
     """Evaluate, print and record."""
     from examples.files import RecordFile, WriteFailed
-    from examples.trained import load_model
+    from examples.sample import load_model
 
     model = load_model(config.run, config.optimizer, config.step)
     path, failed = Path(config.run, RECORD_FILE), None
@@ -223,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         about = "Zero-shot evaluation of a training run."
-        _evaluate(options.parse_one(EvaluateConfig, argv, about))
+        _evaluate(options.parse_one(EvaluateConfig, argv, about, "benchmarks"))
 
     return options.run_command("evaluate", run)
 

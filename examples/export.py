@@ -1,0 +1,238 @@
+"""Parameters for other libraries: `python -m examples.export --run RUN --out FILE`.
+
+A LLaMA has the names and shapes of Hugging Face's `LlamaForCausalLM`, a GPT those of
+its `GPT2LMHeadModel`, in a file of the safetensors format: eight bytes with the length
+of a header, the header in JSON, the numbers. `examples.pretrain --init-from
+FILE.safetensors` begins with such a file, whoever wrote it.
+"""
+
+import dataclasses
+import json
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples import options
+from examples.checkpoint import load_params
+from examples.config import ModelConfig, TrainedConfig
+from examples.files import write_atomically
+from examples.options import UserError, check, option
+
+# Their names to ours, where # is the number of a block. torch's Linear is (out, in), so
+# that kernels of a LLaMA are transposed; GPT-2's Conv1D is (in, out) as ours is, and
+# has query, key and value side by side. Both rotate the halves of a head as we do.
+_LLAMA = {
+    "model.embed_tokens.weight": "embed/embedding",
+    "model.layers.#.input_layernorm.weight": "blocks/#/attention_norm/scale",
+    "model.layers.#.self_attn.q_proj.weight": "blocks/#/attention/query/kernel",
+    "model.layers.#.self_attn.k_proj.weight": "blocks/#/attention/key/kernel",
+    "model.layers.#.self_attn.v_proj.weight": "blocks/#/attention/value/kernel",
+    "model.layers.#.self_attn.o_proj.weight": "blocks/#/attention/out/kernel",
+    "model.layers.#.post_attention_layernorm.weight": "blocks/#/mlp_norm/scale",
+    "model.layers.#.mlp.gate_proj.weight": "blocks/#/mlp/gate/kernel",
+    "model.layers.#.mlp.up_proj.weight": "blocks/#/mlp/up/kernel",
+    "model.layers.#.mlp.down_proj.weight": "blocks/#/mlp/down/kernel",
+    "model.norm.weight": "final_norm/scale",
+    "lm_head.weight": "lm_head/kernel",
+}
+_GPT = {
+    "transformer.wte.weight": "embed/embedding",
+    "transformer.wpe.weight": "position_table",
+    "transformer.h.#.ln_1.weight": "blocks/#/attention_norm/scale",
+    "transformer.h.#.ln_1.bias": "blocks/#/attention_norm/bias",
+    "transformer.h.#.attn.c_attn.weight": "blocks/#/attention/query+key+value/kernel",
+    "transformer.h.#.attn.c_attn.bias": "blocks/#/attention/query+key+value/bias",
+    "transformer.h.#.attn.c_proj.weight": "blocks/#/attention/out/kernel",
+    "transformer.h.#.attn.c_proj.bias": "blocks/#/attention/out/bias",
+    "transformer.h.#.ln_2.weight": "blocks/#/mlp_norm/scale",
+    "transformer.h.#.ln_2.bias": "blocks/#/mlp_norm/bias",
+    "transformer.h.#.mlp.c_fc.weight": "blocks/#/mlp/up/kernel",
+    "transformer.h.#.mlp.c_fc.bias": "blocks/#/mlp/up/bias",
+    "transformer.h.#.mlp.c_proj.weight": "blocks/#/mlp/down/kernel",
+    "transformer.h.#.mlp.c_proj.bias": "blocks/#/mlp/down/bias",
+    "transformer.ln_f.weight": "final_norm/scale",
+    "transformer.ln_f.bias": "final_norm/bias",
+}
+_SIDE_BY_SIDE = "query+key+value"
+
+SUFFIX = ".safetensors"
+_DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
+# Of attention masks and angles, which are computed: files may hold them.
+_COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def layout(config: ModelConfig) -> dict[str, list[str]]:
+    """Names of tensors to the paths of our parameters that lie in each."""
+    said = f"{config.model}: only the layouts of LLaMA and GPT-2 are known"
+    check(config.architecture in ("llama", "gpt"), said)
+    found = {}
+    for theirs, ours in (_LLAMA if config.architecture == "llama" else _GPT).items():
+        parts = _SIDE_BY_SIDE.split("+") if _SIDE_BY_SIDE in ours else [_SIDE_BY_SIDE]
+        paths = [ours.replace(_SIDE_BY_SIDE, part) for part in parts]
+        for number in map(str, range(config.layers if "#" in theirs else 1)):
+            mine = [path.replace("#", number) for path in paths]
+            found[theirs.replace("#", number)] = mine
+    return found
+
+
+def _is_turned(config: ModelConfig, path: str) -> bool:
+    return config.architecture == "llama" and path.endswith("/kernel")
+
+
+def _one_by_one(config: ModelConfig, params: Any) -> Any:
+    """The parameters with a list of blocks, also where layers are scanned."""
+    if not config.scan_layers:
+        return params
+    numbers = range(config.layers)
+    blocks = [jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in numbers]
+    return params | {"blocks": blocks}
+
+
+def _by_path(params: Any) -> dict[str, Any]:
+    found = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in found}
+
+
+def to_tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
+    """Parameters by the names of their layout."""
+    params = _one_by_one(config, jax.tree.map(np.asarray, params))
+    ours, tensors = _by_path(params), {}
+    for name, paths in layout(config).items():
+        whole = np.concatenate([ours[path] for path in paths], axis=-1)
+        tensors[name] = whole.T if _is_turned(config, paths[0]) else whole
+    return tensors
+
+
+def from_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], like: Any) -> Any:
+    """Parameters of the shapes and shardings of `like`.
+
+    Raises:
+      UserError: a tensor is missing, of another shape, or not of this layout.
+    """
+    # GPT-2 as it was published lacks the first part of the names.
+    rest = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    shapes = jax.eval_shape(lambda x: _one_by_one(config, x), like)
+    ours = _by_path(shapes)
+    for name, paths in layout(config).items():
+        tensor = rest.pop(name.removeprefix("transformer."), None)
+        if tensor is None:
+            raise UserError(f"tensor {name} is missing")
+        wanted = jax.eval_shape(
+            lambda *x: jnp.concatenate(x, -1), *map(ours.get, paths)
+        )
+        turned = _is_turned(config, paths[0])
+        shape = wanted.shape[::-1] if turned else wanted.shape
+        said = f"has the shape {tensor.shape}, this model needs {shape}"
+        check(tensor.shape == shape, f"tensor {name} {said}")
+        whole = np.asarray(tensor.T if turned else tensor, np.float32)
+        check(bool(np.isfinite(whole).all()), f"tensor {name} is not finite")
+        ours |= zip(paths, np.split(whole, len(paths), axis=-1))
+    known = [name for name in rest if not name.endswith(_COMPUTED)]
+    check(not known, f"tensor {'; '.join(known[:1])} has no place in {config.model}")
+    params = jax.tree.structure(shapes).unflatten(ours.values())
+    if config.scan_layers:
+        blocks = jax.tree.map(lambda *parts: np.stack(parts), *params["blocks"])
+        params |= {"blocks": blocks}
+
+    def place(x: np.ndarray, like: Any) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, like.sharding, lambda i: x[i])
+
+    return jax.tree.map(place, params, like)
+
+
+def _crc(numbers: np.ndarray) -> str:
+    return f"{zlib.crc32(numbers.tobytes()):08x}"
+
+
+def write(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
+    """Write a file of tensors in F32, BF16 or F16, with a checksum for each."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    pieces, end = [], 0
+    for name, tensor in tensors.items():
+        pieces.append(np.ascontiguousarray(tensor.astype(_DTYPES[dtype])))
+        begin, end = end, end + pieces[-1].nbytes
+        offsets = {"data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], **offsets}
+        header["__metadata__"][f"crc32 {name}"] = _crc(pieces[-1])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # numbers begin at a multiple of eight bytes
+    raw = (piece.view(np.uint8) for piece in pieces)
+    write_atomically(path, [len(text).to_bytes(8, "little"), text, *raw])
+
+
+def _tensor(data: np.ndarray, entry: dict[str, Any], crc: str | None) -> np.ndarray:
+    """One tensor of a file; `ValueError` and others if it is damaged."""
+    begin, end = entry["data_offsets"]
+    raw = data[begin:end]
+    if not 0 <= begin <= end <= len(data) or crc not in (None, _crc(raw)):
+        raise ValueError("its numbers are not those that were written")
+    return np.frombuffer(raw, _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file; `UserError`, of one line, for a damaged one."""
+    damage = ValueError, KeyError, TypeError, AttributeError, RecursionError
+    try:
+        raw = np.memmap(path, np.uint8, mode="r")
+        size = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+        header = json.loads(raw[8:size].tobytes().decode())
+        sums = header.pop("__metadata__", {})
+        crcs = {name: sums.get(f"crc32 {name}") for name in header}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except damage as error:
+        said = f"not a safetensors file, or one whose header is damaged ({error})"
+        raise UserError(f"{path}: {said}") from None
+    tensors, data = {}, raw[size:]
+    for name, entry in header.items():
+        try:
+            tensors[name] = _tensor(data, entry, crcs[name])
+        except damage as error:
+            said = f"tensor {name} is cut short, damaged or of an unknown dtype"
+            raise UserError(f"{path}: {said} ({error})") from None
+    return tensors
+
+
+def load(path: Path, config: ModelConfig, like: Any) -> Any:
+    """The parameters in a file, of the shapes and shardings of `like`."""
+    try:
+        return from_tensors(config, read(path), like)
+    except UserError as error:
+        said = str(error).removeprefix(f"{path}: ")
+        raise UserError(f"--init-from {path}: {said}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig(TrainedConfig):
+    """Which parameters go into which file."""
+
+    out: str = option("", "the file to write, NAME.safetensors")
+    dtype: Literal["F32", "BF16", "F16"] = option("F32", "of the numbers in the file")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.out.endswith(SUFFIX), f"--out NAME{SUFFIX} is needed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+
+    def run() -> None:
+        about = "Write the parameters of a run as a safetensors file."
+        given: ExportConfig = options.parse_one(ExportConfig, argv, about)
+        params, config, _ = load_params(given.run, given.optimizer, given.step)
+        tensors = to_tensors(config.model, params)
+        write(Path(given.out), tensors, given.dtype)
+        print(f"{given.out}: {len(tensors)} tensors")
+
+    return options.run_command("export", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
