@@ -64,6 +64,11 @@ class Verdict:
         return self.reason == UNCOVERED
 
     @property
+    def by_name(self) -> bool:
+        """Whether its name says that AdamW trains it."""
+        return self.reason.startswith("name: ")
+
+    @property
     def case(self) -> Case:
         """The leaf as one to ask the user about."""
         return Case(

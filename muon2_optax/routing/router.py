@@ -14,6 +14,9 @@ from muon2_optax.routing.orientation import IN_OUT, RANK_2
 from muon2_optax.routing.patterns import Pattern, Patterns
 
 
+LEFT_OUT = "the tree of dimension numbers leaves it out"
+
+
 class Router:
     """Decides about one leaf at a time; see ``MatrixRules`` for what it is made of."""
 
@@ -70,7 +73,9 @@ class Router:
             if kind is not None and kind.adam:
                 return Verdict(path, shape, None, f"name: {kind.label}")
         if len(shape) == 2:
-            return _fit(path, shape, IN_OUT, RANK_2, RANK_2)
+            verdict = _fit(path, shape, IN_OUT, RANK_2, RANK_2)
+            left_out = not self._by_name and self._searched.of_tree
+            return dataclasses.replace(verdict, doubt=LEFT_OUT if left_out else "")
         if self._strict:
             raise ValueError(
                 f"{trees.quote(path)} of shape {tuple(shape)} has no matrix rule;"
