@@ -61,9 +61,9 @@ def orthogonalize_jointly(
     """
     check_static(group_size=group_size, ns_steps=ns_steps, ns_dtype=ns_dtype)
     dtypes.canonical("ns_dtype", ns_dtype)
-    ns_steps = plans.steps_or_default(ns_steps, ns_coeffs, 5)
+    steps = plans.steps_or_default(ns_steps, ns_coeffs, 5)
     rules = rules_or_default(rules)
-    numbers, plan_with = operands.split_plan(plans.resolve(ns_coeffs, ns_steps))
+    numbers, plan_with = operands.split_plan(plans.resolve(ns_coeffs, steps))
     group_size = 2 if group_size is None else operator.index(group_size)
     if group_size < 1:
         raise ValueError(f"group_size must be 1 or more, got {group_size}")

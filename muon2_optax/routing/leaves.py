@@ -7,6 +7,7 @@ from muon2_optax.axes import MatrixAxes, ResolvedAxes
 MATRIX, ADAM = "matrix", "adam"
 Shape = tuple[int, ...]
 UNCOVERED = "NO RULE (rank 3 or more)"
+LEFT_OUT = "the tree of dimension numbers leaves it out"
 
 
 @dataclasses.dataclass(frozen=True)

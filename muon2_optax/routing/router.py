@@ -9,12 +9,9 @@ from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.routing import names
 from muon2_optax.routing.kinds import kind_of
-from muon2_optax.routing.leaves import UNCOVERED, LeafRule, Verdict
+from muon2_optax.routing.leaves import LEFT_OUT, UNCOVERED, LeafRule, Verdict
 from muon2_optax.routing.orientation import IN_OUT, RANK_2
 from muon2_optax.routing.patterns import Pattern, Patterns
-
-
-LEFT_OUT = "the tree of dimension numbers leaves it out"
 
 
 class Router:

@@ -69,7 +69,7 @@ def resolve(
 
 
 def steps_or_default(
-    ns_steps: int | jax.Array | None, ns_coeffs: NSCoeffs, default: int
+    ns_steps: int | jax.Array | None, ns_coeffs: Any, default: int
 ) -> int | jax.Array:
     """The number of steps: as given, else the rows of a plain table, else the default.
 
