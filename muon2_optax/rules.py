@@ -190,12 +190,13 @@ class MatrixRules:
         """Raises where it is doubtful what a leaf is, for scripts.
 
         Raises:
-          ValueError: as ``labels``; or leaves are doubtful, or of rank 3 or more
-            without a rule. All are listed, each with the rules that settle it.
+          ValueError: as ``labels``; or leaves are doubtful, of rank 3 or more without a
+            rule, or among those that ``of`` warns of. All are listed, each with the
+            rules that settle it.
         """
         self._require_matches(params)
         verdicts = self._verdicts(params)
-        cases = [v.case for v in verdicts if v.doubt or v.uncovered]
+        cases = [v.case for v in verdicts if v.doubt or v.uncovered or v.guessed]
         if cases:
             raise ValueError(
                 f"{len(cases)} leaves are doubtful; a rule settles each:\n"

@@ -155,9 +155,10 @@ def leaf_rules(
     verdicts = {x.path: decide(x.path, x.single or x.shape) for x in unknown}
     told = {p for p, v in verdicts.items() if v.by_name and not v.doubt}
     warn_of([x for x in unknown if x.path not in told and not ruled(x.path)])
+    guessed = verdicts.keys() - told
     doubts = {path: verdict.doubt for path, verdict in verdicts.items()}
     return tuple(
-        LeafRule(prefix + path, axes, reason, doubts.get(path, ""))
+        LeafRule(prefix + path, axes, reason, doubts.get(path, ""), path in guessed)
         for path, axes, reason in decisions
         for prefix in before
     )

@@ -62,7 +62,9 @@ class Router:
         )
         if known is not None:
             verdict = _fit(path, shape, known.axes, known.reason, known.reason)
-            return dataclasses.replace(verdict, doubt=known.doubt)
+            return dataclasses.replace(
+                verdict, doubt=known.doubt, guessed=known.guessed
+            )
         if len(shape) < 2:
             return Verdict(path, shape, None, f"rank {len(shape)}")
         if self._by_name:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 import runpy
 import warnings
 
@@ -15,6 +16,7 @@ from routing import quick_compilation  # noqa: F401
 import muon2_optax as m2
 
 SCRIPTS = pathlib.Path(__file__).parent / "migration"
+PAGE = (pathlib.Path(__file__).parents[2] / "docs/migration.md").read_text()
 
 
 def run(name):
@@ -46,6 +48,31 @@ def test_torch_script_before():
 def test_adamw_script():
     before, after = run("adamw_before")["losses"], run("adamw_after")["losses"]
     assert after[0] == before[0] and after[-1] < 1.1 * before[-1] < 0.2
+
+
+def test_lines_of_the_first_table():
+    """All can be built; for those who come from a Muon, ``m2.muon`` keeps their own."""
+    table = PAGE.split("\n\n")[1]
+    lines = re.findall(r"`(m2\.muon2\(.*?\))`", table)
+    assert len(lines) == 4 and all("nesterov=True" in line for line in lines)
+    made = [eval(line, {"m2": m2, "rate": 0.3}) for line in lines]
+    assert all(hasattr(tx, "update") for tx in made)
+    params, grads = trees(1)
+    for line, theirs in zip(
+        lines,
+        (
+            {},
+            {"weight_decay": 0.1},
+            {"weight_decay": 0.1, "consistent_rms": 0.2},
+        ),
+    ):
+        ours = eval(line.replace("m2.muon2(", "m2.muon("), {"m2": m2, "rate": 0.3})
+        # The first step, in which both forms of Nesterov's momentum agree.
+        (got,) = updates_of(ours, params, [grads])
+        (want,) = updates_of(optax.contrib.muon(0.3, **theirs), params, [grads])
+        for key in ("up", "down", "square"):
+            error = np.linalg.norm(np.float64(got[key]) - want[key])
+            assert error <= 1e-4 * np.linalg.norm(want[key]), (line, key)
 
 
 SHAPES = {"up": (16, 64), "down": (64, 16), "square": (24, 24), "bias": (16,)}
@@ -264,9 +291,12 @@ def torch_trees():
     "rules",
     [
         m2.MatrixRules(),
-        m2.MatrixRules(((r"(c_attn|c_fc|_proj)/weight$", m2.MatrixAxes(-1, -2)),)),
+        *(
+            m2.MatrixRules(((pattern, m2.MatrixAxes(-1, -2)),))
+            for pattern in re.findall(r'\(\(\(r"(.*?)", MatrixAxes\(-1, -2\)', PAGE)
+        ),
     ],
-    ids=["default", "layers"],
+    ids=["default", "of the page"],
 )
 def test_layout_of_torch(name, rules):
     """Linear layers are matrices (out, in); embeddings, head and norms are AdamW's."""
