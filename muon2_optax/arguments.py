@@ -20,6 +20,8 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import jax
 import numpy as np
 
+from muon2_optax.schedules.plans import steps_or_default
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -78,6 +80,18 @@ OTHER_NAMES = {
     "weight_dimension_numbers": ("rules=MatrixRules.from_dimension_numbers(...)",),
 }
 
+# Arguments that the optimizers on the hyperball lack, and why.
+NOT_ON_SPHERE = {
+    "weight_decay": (
+        "matrices keep their norm in place of decay; {plain} decays them, and"
+        " adam_weight_decay decays the rest"
+    ),
+    "shape_scale": (
+        "the step is relative to the norm of the weights, so no factor of the shape"
+        " enters; {plain} has one"
+    ),
+}
+
 _SECOND = (
     "; ns_coeffs, the second positional argument of optax.contrib.muon, is given by"
     " name here"
@@ -91,7 +105,8 @@ def check_arguments(
 
     Args:
       factory: a function that makes a transform or an optimizer.
-      ns_steps: what it gets where its keyword argument ``ns_steps`` is None.
+      ns_steps: what it gets where its keyword argument ``ns_steps`` is None and
+        ``ns_coeffs`` is no table, which has a number of rows.
 
     Raises:
       TypeError: an argument under the name that another library gives it; what is no
@@ -100,6 +115,7 @@ def check_arguments(
       ValueError: a decay rate outside of [0, 1), a negative eps, or None for a number.
     """
     parameters = inspect.signature(factory).parameters
+    on_sphere = "radius" in parameters and factory.__name__.endswith("_h")
 
     @functools.wraps(factory)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -110,12 +126,19 @@ def check_arguments(
                     f"{factory.__name__} has no argument {name!r}: give"
                     f" {' and '.join(here)}"
                 )
+            if name not in parameters and name in NOT_ON_SPHERE and on_sphere:
+                plain = factory.__name__.removesuffix("_h")
+                raise TypeError(
+                    f"{factory.__name__} has no argument {name!r}:"
+                    f" {NOT_ON_SPHERE[name].format(plain=plain)}"
+                )
         given = dict(zip(parameters, args)) | kwargs
         for name, value in given.items():
             check(name, value, optional=_is_optional(parameters.get(name)))
         check_static(**{name: given[name] for name in STATIC if name in given})
         if ns_steps is not None and given.get("ns_steps") is None:
-            kwargs["ns_steps"] = ns_steps
+            coeffs = given.get("ns_coeffs", "keller")
+            kwargs["ns_steps"] = steps_or_default(None, coeffs, ns_steps)
         return factory(*args, **kwargs)
 
     return call

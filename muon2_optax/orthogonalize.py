@@ -19,7 +19,7 @@ from muon2_optax.sharding import Shardings, check_shardings
 
 def newton_schulz(
     x: jax.Array,
-    ns_steps: int | jax.Array = 3,
+    ns_steps: int | jax.Array | None = None,
     ns_coeffs: NSCoeffs = "keller",
     *,
     ns_dtype: DTypeLike | None = None,
@@ -30,8 +30,8 @@ def newton_schulz(
       x: array (..., m, n) of any float or complex dtype; each of the leading indices is
         a matrix of its own. A zero matrix gives exactly zero. A matrix with a
         non-finite entry gives NaN and leaves the others of the stack alone.
-      ns_steps: iterations K; 0 only normalizes. May be traced, at the price of a loop
-        without the kernels; see ``plans.resolve``.
+      ns_steps: iterations K; 0 only normalizes. None: the rows of a table, else 3. May
+        be traced, at the price of a loop without the kernels; see ``plans.resolve``.
       ns_coeffs: name of a schedule, a ``Schedule``, a triple or a (K, 3) table; see
         ``plans.resolve``.
       ns_dtype: dtype of the iteration's products. None: float16 on GPU, bfloat16 on
@@ -52,7 +52,7 @@ def newton_schulz(
     """
     if x.ndim < 2:
         raise ValueError(f"newton_schulz needs (..., m, n), got shape {x.shape}")
-    plan = plans.resolve(ns_coeffs, ns_steps)
+    plan = plans.resolve(ns_coeffs, plans.steps_or_default(ns_steps, ns_coeffs, 3))
     axes = MatrixAxes(-2, -1).resolve(x.shape)
     return dispatch.orthogonalize_leaves(["x"], [x], [axes], plan, ns_dtype, None)[0]
 
@@ -71,7 +71,7 @@ def newton_schulz_orthogonalize(
     matrix shape run as one batch. The result does not depend on the input's size.
 
     Args:
-      ns_steps: number of iterations K; None: 3.
+      ns_steps: number of iterations K; None: the rows of a table, else 3.
       ns_coeffs: the coefficients, as in ``newton_schulz``.
       ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
         bfloat16 on TPU, float32 on CPU.
@@ -95,9 +95,8 @@ def newton_schulz_orthogonalize(
     """
     check_static(ns_steps=ns_steps, ns_dtype=ns_dtype)
     dtypes.canonical("ns_dtype", ns_dtype)
-    ns_steps = 3 if ns_steps is None else ns_steps
     rules, shardings = rules_or_default(rules), check_shardings(shardings)
-    plan = plans.resolve(ns_coeffs, ns_steps)
+    plan = plans.resolve(ns_coeffs, plans.steps_or_default(ns_steps, ns_coeffs, 3))
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params

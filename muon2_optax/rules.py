@@ -43,8 +43,9 @@ class MatrixRules:
       patterns: ``((regex, MatrixAxes | None), ...)``.
       strict: raise where a leaf of rank 3 or more has no rule.
       by_name: read names. If False, every rank-2 leaf without a rule is a matrix,
-        embeddings and heads included; neighbours do not count, nothing is doubtful, and
-        patterns are searched in the path as it is printed only.
+        embeddings and heads included; neighbours do not count, nothing is doubtful but
+        what a tree of dimension numbers leaves out, and patterns are searched in the
+        path as it is printed only.
       leaves: what is known of single leaves, one ``LeafRule`` each. A pattern that
         matches the leaf comes first, the defaults come after.
       allow_unused: accept patterns that match no leaf, as those for several models.
@@ -76,7 +77,8 @@ class MatrixRules:
         """Rules from the model itself, whose modules say what each parameter is.
 
         Parameters of modules that are not known go by their names; one warning lists
-        them. Shapes are enough: nothing is computed and no array is kept.
+        those whose names say nothing. Shapes are enough: nothing is computed and no
+        array is kept.
 
         Args:
           model: a Flax NNX model; an Equinox model; a Linen module, with example
@@ -128,7 +130,8 @@ class MatrixRules:
           dimension_numbers: None (every rank-2 leaf is a matrix), one
             ``optax.contrib.MuonDimensionNumbers`` for all leaves, a tree or tree prefix
             of them with None for "not a matrix", or a function from ``params`` to
-            such a tree.
+            such a tree. A leaf of rank 2 that the tree leaves out is a matrix, with a
+            warning from ``labels`` and ``init``.
           params: parameters (or their shapes); needed for a function only.
         """
         return cls(patterns_from(dimension_numbers, params), by_name=False)
@@ -187,12 +190,13 @@ class MatrixRules:
         """Raises where it is doubtful what a leaf is, for scripts.
 
         Raises:
-          ValueError: as ``labels``; or leaves are doubtful, or of rank 3 or more
-            without a rule. All are listed, each with the rules that settle it.
+          ValueError: as ``labels``; or leaves are doubtful, of rank 3 or more without a
+            rule, or among those that ``of`` warns of. All are listed, each with the
+            rules that settle it.
         """
         self._require_matches(params)
         verdicts = self._verdicts(params)
-        cases = [v.case for v in verdicts if v.doubt or v.uncovered]
+        cases = [v.case for v in verdicts if v.doubt or v.uncovered or v.guessed]
         if cases:
             raise ValueError(
                 f"{len(cases)} leaves are doubtful; a rule settles each:\n"
@@ -206,14 +210,16 @@ class MatrixRules:
 
         One row for each leaf, or in large trees for all whose paths differ in numbers
         only: group, matrices, axes (in -> out), shape factor, number of parameters,
-        and the reason. Doubtful leaves come first, with the rules that settle them. The
-        last lines are the totals of both groups.
+        and the reason. Doubtful leaves come first, with the rules that settle them,
+        before them patterns that match no leaf, which ``init`` refuses. The last lines
+        are the totals of both groups.
 
         Args:
           params: the parameters, or their shapes.
           shape_scale: the kind of the factor; see ``scale_by_shape``.
         """
-        return report.report(self._verdicts(params), shape_scale)
+        unused = [] if self.allow_unused else self._unmatched(params)
+        return report.report(self._verdicts(params), shape_scale, unused)
 
     def _verdicts(self, params: optax.Params) -> list[Verdict]:
         bound = self.bind(params)
@@ -223,15 +229,20 @@ class MatrixRules:
             if not trees.is_empty(leaf)
         ]
 
+    def _unmatched(self, params: optax.Params) -> list[str]:
+        """The patterns that match no leaf; none of a tree without leaves."""
+        paths = [name for name, _ in trees.named_leaves(params)]
+        return self._router.unmatched(paths) if paths else []
+
     @functools.cached_property
     def _router(self) -> Router:
         return Router(self.patterns, self.leaves, self.strict, self.by_name)
 
     def _require_matches(self, params: optax.Params) -> None:
         """Refuses patterns that match no leaf at all, unless they are allowed."""
-        paths = [name for name, _ in trees.named_leaves(params)]
-        missing = self._router.unmatched(paths)
-        if paths and missing and not self.allow_unused:
+        missing = self._unmatched(params)
+        if missing and not self.allow_unused:
+            paths = [name for name, _ in trees.named_leaves(params)]
             shown = ", ".join(map(repr, paths[:8])) + (", ..." if paths[8:] else "")
             raise ValueError(
                 f"rule {missing[0]!r} matches no parameter; the paths are {shown}."

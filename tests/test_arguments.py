@@ -119,6 +119,17 @@ def test_names_of_other_libraries(given, name):
         m2.muon(0.1, nesterof=True)
 
 
+@pytest.mark.parametrize("name", ["muon_h", "muon2_h", "muon2_f_h"])
+def test_what_the_hyperball_has_in_place_of_decay_and_factor(name):
+    plain = name.removesuffix("_h")
+    with pytest.raises(
+        TypeError, match=f"no argument 'weight_decay': .*norm.* {plain} "
+    ):
+        m2.REGISTRY[name](0.02, weight_decay=0.3)
+    with pytest.raises(TypeError, match=f"no argument 'shape_scale': .* {plain} has"):
+        m2.REGISTRY[name](0.02, shape_scale="keller")
+
+
 def test_the_names_given_instead_are_the_functions_own():
     with pytest.raises(TypeError, match="'betas': give b1 and b2$"):
         m2.muon2(0.1, betas=(0.9, 0.9))

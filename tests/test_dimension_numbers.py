@@ -99,6 +99,17 @@ def test_prefix_reaches_whole_subtrees_and_no_namesakes():
     assert matrices_of(tree, rules) == {"a/x", "a/y/0"}
 
 
+def test_a_leaf_that_the_tree_leaves_out_is_named():
+    tree = {"mix": {"a": leaf(6, 4), "z": leaf(4, 4)}, "gain": leaf(4), "u": leaf(4, 6)}
+    rules = MatrixRules.from_dimension_numbers({"mix": {"a": SPEC(1, 0)}, "u": None})
+    with pytest.warns(UserWarning, match="'mix/z'.*dimension numbers leaves") as seen:
+        assert matrices_of(tree, rules) == {"mix/a", "mix/z"}
+    assert len(seen) == 1 and "'u'" not in str(seen[0].message)
+    with pytest.raises(ValueError, match="'mix/z'"):
+        rules.check(tree)
+    assert "(DOUBTFUL)" in rules.describe(tree)
+
+
 def test_from_dimension_numbers_is_a_value():
     make = lambda: MatrixRules.from_dimension_numbers(NUMBERS["tree"])  # noqa: E731
     assert make() == make() and hash(make()) == hash(make())

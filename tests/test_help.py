@@ -50,7 +50,7 @@ def test_optimizers(name):
     assert "AdamW's decay rate" in found["adam_b1"]
     if "ns_steps" in found:
         steps = m2.optimizers.NS_STEPS[name]
-        assert found["ns_steps"].endswith(f"None: {steps}.")
+        assert found["ns_steps"].endswith(f"None: rows of a table, else {steps}.")
 
 
 def test_an_argument_without_a_description_is_no_import():

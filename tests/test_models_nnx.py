@@ -350,3 +350,25 @@ def test_a_model_of_shapes_only(axis):
     assert rules.resolve("layers/down/kernel", shape).batch == (axis,)
     shape = tuple(np.insert([8, 2, 4], axis, 8).tolist())
     assert rules.resolve("layers/attention/key/kernel", shape).batch == (axis,)
+
+
+class Positions(nnx.Module):
+    """Tables whose names say what they are, beside a weight whose name does not."""
+
+    def __init__(self):
+        self.position_embedding = nnx.Param(jnp.zeros((12, 6)))
+        self.mystery = nnx.Param(jnp.zeros((6, 7)))
+
+
+def test_only_what_names_leave_open_is_listed_and_the_callers_line_is_shown():
+    with pytest.warns(UserWarning, match=r"Positions: mystery \(6, 7\)") as seen:
+        rules = MatrixRules.of(Positions())
+    assert len(seen) == 1 and "position_embedding" not in str(seen[0].message)
+    assert seen[0].filename == __file__
+    assert rules.resolve("position_embedding", (12, 6)) is None
+    assert rules.resolve("mystery", (6, 7)) is not None
+    params = nnx.state(Positions(), nnx.Param)
+    with pytest.raises(ValueError, match="1 leaves.*\n.*'mystery'.*neither its module"):
+        rules.check(params)
+    patterns = (("mystery$", MatrixAxes(-1, -2)),)
+    MatrixRules.of(Positions(), patterns=patterns).check(params)

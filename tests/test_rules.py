@@ -82,6 +82,20 @@ def test_pattern_that_matches_nothing_is_named():
     MatrixRules((("w", MatrixAxes(0, 1)), ("w", None))).labels({"w": leaf(4, 4)})
 
 
+def test_describe_prints_patterns_that_match_nothing():
+    """``init`` and ``check`` raise for the first; the table names all of them."""
+    patterns = (("w_ot$", None), ("w_in$", MatrixAxes(1, 0)), ("bilinear", None))
+    tree = {"w_in": leaf(6, 4), "w_out": leaf(4, 6)}
+    shown = MatrixRules(patterns).describe(tree)
+    assert "match no parameter" in shown
+    assert "  'w_ot$'\n  'bilinear'\n" in shown and "  'w_in$'\n" not in shown
+    for rules in (
+        MatrixRules(patterns, allow_unused=True),
+        MatrixRules(patterns[1:2]),
+    ):
+        assert "match no parameter" not in rules.describe(tree)
+
+
 @pytest.mark.parametrize(
     "axes, shape, message",
     [

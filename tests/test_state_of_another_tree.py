@@ -57,6 +57,16 @@ def test_updates_of_another_tree(name, change, message):
         jax.eval_shape(tx.update, other, state, other)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "other", [optax.contrib.muon(0.3), optax.lion(0.01)], ids=["muon", "lion"]
+)
+def test_the_state_of_another_optimizer(name, other):
+    params = sample(3, OLD)
+    with pytest.raises(ValueError, match=r"of another optimizer.*init\(params\)"):
+        jax.eval_shape(m2.REGISTRY[name](0.1).update, params, other.init(params))
+
+
 def test_keys_that_print_like_a_deeper_tree():
     tx = m2.scale_by_momentum()
     state = tx.init({"a/b": jnp.ones(3)})

@@ -92,12 +92,13 @@ def warn_of(unknown: Sequence[Found]) -> None:
         more = f" and {len(mine) - 4} more" if len(mine) > 4 else ""
         lines.append(f"  {owner or '(no module)'}: {shown}{more}")
     warnings.warn(
-        "the model does not say what these parameters are, so they go by their names:"
-        " their modules are unknown, or their sizes and stack axes do not fit.\n"
+        "neither module nor name says what these parameters are, so their shapes and"
+        " neighbours decide: their modules are unknown, or their sizes and stack axes"
+        " do not fit. rules.describe(params) shows the outcome.\n"
         + "\n".join(lines)
         + "\nSay it with modules={type: {name: MatrixAxes(...)}} (None for AdamW) or"
         " with patterns.",
-        stacklevel=3,
+        stacklevel=4,  # the caller of MatrixRules.of
     )
 
 
@@ -151,10 +152,13 @@ def leaf_rules(
         return MatrixAxes(verdict.axes.ins, verdict.axes.outs), verdict.reason
 
     decisions, unknown = settle(found, by_name)
-    warn_of([leaf for leaf in unknown if not ruled(leaf.path)])
-    doubts = {x.path: decide(x.path, x.single or x.shape).doubt for x in unknown}
+    verdicts = {x.path: decide(x.path, x.single or x.shape) for x in unknown}
+    told = {p for p, v in verdicts.items() if v.by_name and not v.doubt}
+    warn_of([x for x in unknown if x.path not in told and not ruled(x.path)])
+    guessed = verdicts.keys() - told
+    doubts = {path: verdict.doubt for path, verdict in verdicts.items()}
     return tuple(
-        LeafRule(prefix + path, axes, reason, doubts.get(path, ""))
+        LeafRule(prefix + path, axes, reason, doubts.get(path, ""), path in guessed)
         for path, axes, reason in decisions
         for prefix in before
     )

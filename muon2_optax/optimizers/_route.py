@@ -82,6 +82,17 @@ def _check_rest(rest: Any, **adam: Any) -> None:
         )
 
 
+def _require_own_state(state: Any) -> None:
+    """Refuses the state of another optimizer, as one restored from a checkpoint."""
+    groups = getattr(state, "inner_states", ())
+    if MATRIX not in groups or ADAM not in groups:
+        raise ValueError(
+            f"this state, a {type(state).__name__}, is of another optimizer: it has no"
+            f" groups {MATRIX!r} and {ADAM!r}, and cannot be converted. Make a new one"
+            " with init(params): the momentum starts anew, the parameters stay"
+        )
+
+
 def _adam_h(
     adam: Sequence[optax.GradientTransformation],
     adam_h: str,
@@ -176,6 +187,7 @@ def route(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
         trees.require_arrays(params)
+        _require_own_state(state)
         inner = partition(unbound.bind(updates))
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state

@@ -30,7 +30,9 @@ SHARED = {
         "rate or schedule, decoupled: multiplied by the learning rate but not by the"
         " shape factor (as in AdamW)."
     ),
-    "ns_steps": "number of Newton-Schulz iterations K; None: {steps}.",
+    "ns_steps": (
+        "number of Newton-Schulz iterations K; None: rows of a table, else {steps}."
+    ),
     "ns_coeffs": (
         "their coefficients: a name in ``SCHEDULES``, a ``Schedule``, a triple or a"
         " (K, 3) table. A ``Schedule`` also says how the input is normalized, which"

@@ -50,7 +50,7 @@ def orthogonalize_jointly(
     Args:
       joint: regular expression, searched in the paths, of the leaves to join.
       group_size: matrices in a group; None: 2.
-      ns_steps: number of iterations K; None: 5.
+      ns_steps: number of iterations K; None: the rows of a table, else 5.
       ns_coeffs: the coefficients, as in ``newton_schulz``.
       ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
         bfloat16 on TPU, float32 on CPU.
@@ -61,9 +61,9 @@ def orthogonalize_jointly(
     """
     check_static(group_size=group_size, ns_steps=ns_steps, ns_dtype=ns_dtype)
     dtypes.canonical("ns_dtype", ns_dtype)
-    ns_steps = 5 if ns_steps is None else ns_steps
+    steps = plans.steps_or_default(ns_steps, ns_coeffs, 5)
     rules = rules_or_default(rules)
-    numbers, plan_with = operands.split_plan(plans.resolve(ns_coeffs, ns_steps))
+    numbers, plan_with = operands.split_plan(plans.resolve(ns_coeffs, steps))
     group_size = 2 if group_size is None else operator.index(group_size)
     if group_size < 1:
         raise ValueError(f"group_size must be 1 or more, got {group_size}")

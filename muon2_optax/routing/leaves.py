@@ -7,6 +7,8 @@ from muon2_optax.axes import MatrixAxes, ResolvedAxes
 MATRIX, ADAM = "matrix", "adam"
 Shape = tuple[int, ...]
 UNCOVERED = "NO RULE (rank 3 or more)"
+GUESSED = "neither its module nor its name says what it is"
+LEFT_OUT = "the tree of dimension numbers leaves it out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +20,14 @@ class LeafRule:
       axes: the axes that form its matrices, or None for AdamW.
       reason: a short phrase for ``MatrixRules.describe``: ``"module Linear"``.
       doubt: what speaks against it, for a warning; empty where nothing does.
+      guessed: whether its shape decides alone, after its model was asked in vain.
     """
 
     path: str
     axes: MatrixAxes | None
     reason: str
     doubt: str = ""
+    guessed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Verdict:
       axes: the axes of its matrices; None for AdamW.
       reason: a short phrase: ``"name: head"``.
       doubt: what speaks against it; empty where nothing does.
+      guessed: as in ``LeafRule``.
     """
 
     path: str
@@ -53,6 +58,7 @@ class Verdict:
     axes: ResolvedAxes | None
     reason: str
     doubt: str = ""
+    guessed: bool = False
 
     @property
     def group(self) -> str:
@@ -64,8 +70,12 @@ class Verdict:
         return self.reason == UNCOVERED
 
     @property
+    def by_name(self) -> bool:
+        """Whether its name says that AdamW trains it."""
+        return self.reason.startswith("name: ")
+
+    @property
     def case(self) -> Case:
         """The leaf as one to ask the user about."""
-        return Case(
-            self.path, self.shape, self.group, self.doubt or "no rule covers it"
-        )
+        unsettled = GUESSED if self.guessed else "no rule covers it"
+        return Case(self.path, self.shape, self.group, self.doubt or unsettled)

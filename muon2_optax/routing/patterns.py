@@ -36,6 +36,11 @@ class Patterns:
             else:
                 self._below.setdefault(literal, number)
 
+    @property
+    def of_tree(self) -> bool:
+        """Whether all are for one path and what is below it, as those of a tree."""
+        return bool(self._below) and not self._searches
+
     def first(self, path: str) -> int | None:
         """The number of the first pattern that matches; None: none does."""
         if not self._patterns:

@@ -50,10 +50,18 @@ def warn_of(verdicts: Sequence[Verdict]) -> None:
         )
 
 
-def report(verdicts: Sequence[Verdict], shape_scale: ShapeScale) -> str:
-    """The whole text: doubts, a table, and totals."""
+def report(
+    verdicts: Sequence[Verdict], shape_scale: ShapeScale, unused: Sequence[str] = ()
+) -> str:
+    """The whole text: unused patterns, doubts, a table, and totals."""
     verdicts = sorted(verdicts, key=lambda v: not v.doubt)
     parts = []
+    if unused:
+        shown = "\n".join(f"  {pattern!r}" for pattern in unused)
+        parts.append(
+            "Rules that match no parameter; init raises, unless allow_unused=True:\n"
+            f"{shown}\n"
+        )
     doubtful = [v.case for v in verdicts if v.doubt]
     if doubtful:
         parts.append(

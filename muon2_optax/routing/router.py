@@ -9,7 +9,7 @@ from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.routing import names
 from muon2_optax.routing.kinds import kind_of
-from muon2_optax.routing.leaves import UNCOVERED, LeafRule, Verdict
+from muon2_optax.routing.leaves import LEFT_OUT, UNCOVERED, LeafRule, Verdict
 from muon2_optax.routing.orientation import IN_OUT, RANK_2
 from muon2_optax.routing.patterns import Pattern, Patterns
 
@@ -62,7 +62,9 @@ class Router:
         )
         if known is not None:
             verdict = _fit(path, shape, known.axes, known.reason, known.reason)
-            return dataclasses.replace(verdict, doubt=known.doubt)
+            return dataclasses.replace(
+                verdict, doubt=known.doubt, guessed=known.guessed
+            )
         if len(shape) < 2:
             return Verdict(path, shape, None, f"rank {len(shape)}")
         if self._by_name:
@@ -70,7 +72,9 @@ class Router:
             if kind is not None and kind.adam:
                 return Verdict(path, shape, None, f"name: {kind.label}")
         if len(shape) == 2:
-            return _fit(path, shape, IN_OUT, RANK_2, RANK_2)
+            verdict = _fit(path, shape, IN_OUT, RANK_2, RANK_2)
+            left_out = not self._by_name and self._searched.of_tree
+            return dataclasses.replace(verdict, doubt=LEFT_OUT if left_out else "")
         if self._strict:
             raise ValueError(
                 f"{trees.quote(path)} of shape {tuple(shape)} has no matrix rule;"

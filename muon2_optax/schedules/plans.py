@@ -68,6 +68,24 @@ def resolve(
     return _table_plan(ns_coeffs, ns_steps, steps)
 
 
+def steps_or_default(
+    ns_steps: int | jax.Array | None, ns_coeffs: Any, default: int
+) -> int | jax.Array:
+    """The number of steps: as given, else the rows of a plain table, else the default.
+
+    One row is a triple like any other, which every number of steps repeats.
+    """
+    if ns_steps is not None:
+        return ns_steps
+    if isinstance(ns_coeffs, (str, Schedule)):
+        return default
+    try:
+        rows = np.shape(ns_coeffs)[:-1]
+    except (TypeError, ValueError):  # ``resolve`` says what is wrong with it
+        return default
+    return rows[0] if len(rows) == 1 and rows[0] > 1 else default
+
+
 def _table_plan(table: Any, ns_steps: Any, steps: int | None) -> Plan:
     traced = isinstance(table, jax.core.Tracer)
     wanted = (

@@ -18,9 +18,9 @@ from helpers import (
     run_compiled,
     sample,
 )
-from muon2_optax.optimizers._steps import NS_STEPS
 
 import muon2_optax as m2
+from muon2_optax.optimizers import NS_STEPS
 
 HAND = {
     "muon": (
@@ -112,4 +112,4 @@ def test_registry():
 def test_number_of_steps():
     """Three behind a second moment (the K of the paper), as many as Muon elsewhere."""
     for name, steps in NS_STEPS.items():
-        assert steps == (3 if name.startswith("muon2") else 5), name
+        assert steps == (3 if name.startswith(("muon2", "soap")) else 5), name

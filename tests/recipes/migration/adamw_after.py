@@ -29,6 +29,7 @@ tx = m2.muon2(
     optax.linear_schedule(5 * 3e-3, 0.0, 100),
     weight_decay=0.1 / 5,
     shape_scale="match_rms",
+    nesterov=True,
     adam_learning_rate=optax.linear_schedule(3e-3, 0.0, 100),
     adam_b1=0.9,
     adam_b2=0.95,
