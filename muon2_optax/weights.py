@@ -55,8 +55,8 @@ def hyperball(
     R is taken from the parameters in ``init`` and kept in the state, unlike in the
     published codes, which take the norm of W anew in each step: the rounding of 16-bit
     parameters would add up there. A norm is one of a single matrix, never of a stack of
-    layers or experts, nor of a whole fused projection. A zero update, or an R of 0,
-    leaves the matrix as it is. Squares of entries outside of 1e-19 to 1e19 leave the
+    layers or experts, nor of a whole fused projection. A zero update leaves the matrix
+    as it is. Squares of entries outside of 1e-19 to 1e19 leave the
     range of float32: smaller updates count as zero, larger ones give NaN.
 
     Args:
@@ -78,8 +78,8 @@ def hyperball(
 
     Raises:
       ValueError: a ``radius`` that is not positive. In ``init``, a matrix that is zero
-        and has no ``radius``; under ``jax.jit`` and ``jax.eval_shape`` values are not
-        known, and such a matrix gets the radius 0 and stays zero. On update, no
+        and has no ``radius``. Under ``jax.jit`` values are not known, and such a matrix
+        gets the radius 0: its first update other than zero is NaN. On update, no
         ``params``, or those of other updates; a leaf that is not a matrix under
         ``rules``.
 

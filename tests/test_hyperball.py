@@ -157,14 +157,38 @@ def test_sixteen_bit_parameters_take_the_step_to_one_rounding(dtype):
         assert np.all(np.abs(wide(got) - want) <= unit * size + 1e-7)
 
 
-def test_zero_updates_and_zero_matrices_stay():
-    params = {"layers": normal((3, 6, 10), 0).at[1].set(0)}
+def test_a_zero_update_leaves_its_matrix():
+    params = {"layers": normal((3, 6, 10), 0)}
     tx = m2.hyperball(0.1, rules=RULES)
-    state = jax.jit(tx.init)(params)  # where no values are known
     u = {"layers": normal((3, 6, 10), 1).at[2].set(0)}
+    updates, _ = tx.update(u, tx.init(params), params)
+    assert np.all(np.any(updates["layers"][:2], axis=(1, 2)))
+    assert not np.any(updates["layers"][2])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("factory", [m2.hyperball, m2.muon_h])
+def test_zero_in_a_jitted_init_is_nan_in_the_first_step(factory, dtype):
+    """Values are not known there, and a matrix without a norm must not stay in silence.
+
+    A zero gradient, as of a frozen leaf, still gives a zero update.
+    """
+    params = {"layers": normal((4, 6, 10), 0, dtype).at[1].set(0).at[3].set(0)}
+    u = {"layers": normal((4, 6, 10), 1).at[2].set(0).at[3].set(0)}
+    tx = factory(0.1, rules=RULES_OF_TWO)
+    state = jax.jit(tx.init)(params)
     updates, _ = tx.update(u, state, params)
-    assert np.any(updates["layers"][0])
-    assert not np.any(updates["layers"][1:])
+    bad = np.isnan(updates["layers"]).all(axis=(1, 2))
+    assert bad.tolist() == [False, True, False, False]
+    assert not np.any(updates["layers"][2:])
+    # The step makes NaN of the parameters, so it is seen in the next loss.
+    moved = optax.apply_updates(params, updates)["layers"]
+    assert np.isnan(moved).any(axis=(1, 2)).tolist() == bad.tolist()
+    # What the eager error advises helps here as well.
+    tx = factory(0.1, radius="init", rules=RULES_OF_TWO)
+    updates, _ = tx.update(u, jax.jit(tx.init)(params), params)
+    size = np.linalg.norm(wide(updates["layers"][1]))
+    np.testing.assert_allclose(size, 10**0.5, rtol=3e-3)  # rounded to bfloat16
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

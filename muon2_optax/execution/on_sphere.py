@@ -124,8 +124,10 @@ def step_factors(
     w - rate R n(u), and q^2 = 1 - d. Then a = 1 / q - 1 is computed as d / (q (1 + q)),
     because a difference of two numbers near 1 would lose a small rate.
     """
-    dtype, held = radius.dtype, radius > 0
-    r = jnp.where(held, radius, 1)
+    dtype = radius.dtype
+    # A matrix that was zero in a jitted init, where that is no error, has no sphere to
+    # move on. Leaving it as it is would hide that it does not train; NaN tells.
+    r = jnp.where(radius > 0, radius, jnp.nan)
     # Where the squares overflow, u over its norm would be zero, and w would shrink
     # without notice. NaN tells.
     norm_u = roots.sqrt(jnp.where(jnp.isinf(known.yy), jnp.nan, known.yy))
@@ -139,5 +141,5 @@ def step_factors(
     # Where all of w is taken away, only rounding is left of q^2.
     numbers = jnp.finfo(dtype)
     q = jnp.sqrt(jnp.maximum(q2, numbers.eps * size * size + numbers.tiny))
-    go = moves & held
-    return jnp.where(go, d / (q * (1 + q)), 0), jnp.where(go, rate * r * per_u / q, 0)
+    a, b = d / (q * (1 + q)), rate * r * per_u / q
+    return jnp.where(moves, a, 0), jnp.where(moves, b, 0)

@@ -84,8 +84,9 @@ SHARED = {
         " None: b1, a moving average; 0: the heavy-ball sum, which differs by a factor."
     ),
     "radius": (
-        "R. None: the norm in ``init``, where no matrix may be zero; see ``hyperball``"
-        ' for ``"init"``, numbers and functions of (fan_in, fan_out).'
+        "R. None: the norm in ``init``, where no matrix may be zero (an error, and under"
+        ' ``jax.jit`` NaN in the first step); see ``hyperball`` for ``"init"``, numbers'
+        " and functions of (fan_in, fan_out)."
     ),
     "adam_h": (
         "regular expression of the paths that AdamH trains among those that are no"
