@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from muon2_optax import averages, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes
-from muon2_optax.execution import inner_products, on_sphere
+from muon2_optax.execution import hyperball_step, inner_products
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 from muon2_optax.sharding import Shardings
@@ -128,11 +128,13 @@ def hyperball(
         names, axes, us, (radii,), rebuild = flatten_matrices(
             rules, updates, state.radius
         )
-        ws = on_sphere.parameters_of(names, us, params)
-        leaves = list(map(on_sphere.Leaf, names, axes, ws, us, radii))
+        ws = hyperball_step.parameters_of(names, us, params)
+        leaves = list(map(hyperball_step.Leaf, names, axes, ws, us, radii))
         moved = [
-            on_sphere.move(x.w, x.u, a, b, state.count, axes=x.axes)
-            for x, (a, b) in zip(leaves, on_sphere.factors(leaves, rate, shardings))
+            hyperball_step.move(x.w, x.u, a, b, state.count, axes=x.axes)
+            for x, (a, b) in zip(
+                leaves, hyperball_step.factors(leaves, rate, shardings)
+            )
         ]
         count = jnp.asarray(optax.safe_increment(state.count))
         return rebuild(moved)[0], HyperballState(count, state.radius)

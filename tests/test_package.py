@@ -63,7 +63,7 @@ DOORS = {
         "dispatch",
         "factored_moment",
         "inner_products",
-        "on_sphere",
+        "hyperball_step",
         "rotated_moment",
     },
     "muon2_optax.kernels": {"hopper", "newton_schulz", "sum_squares"},

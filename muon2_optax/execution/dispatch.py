@@ -47,8 +47,8 @@ def orthogonalize_leaves(
 
     def run(members: list[int]) -> Sequence[jax.Array]:
         xs = [leaves[i] for i in members]
-        in_place = functools.partial(
-            orthogonalize_in_place,
+        without_moving = functools.partial(
+            orthogonalize_without_moving,
             axes=[axes[i] for i in members],
             plan=plan,
             ns_dtype=ns_dtype,
@@ -56,17 +56,17 @@ def orthogonalize_leaves(
         )
         known = [leaf for i in members if (leaf := stored[i]) is not None]
         if not known:
-            return in_place(*xs)
+            return without_moving(*xs)
         exchange = functools.partial(
             on_mesh.orthogonalize, stored=known, plan=plan, ns_dtype=ns_dtype
         )
         # 16-bit shards travel as integers, which have no derivative.
-        return hopper.add_derivative(exchange, in_place)(*xs)
+        return hopper.add_derivative(exchange, without_moving)(*xs)
 
     return run_in_groups(range(len(leaves)), key, run)
 
 
-def orthogonalize_in_place(
+def orthogonalize_without_moving(
     *leaves: jax.Array,
     axes: Sequence[ResolvedAxes],
     plan: Plan,

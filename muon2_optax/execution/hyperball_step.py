@@ -1,4 +1,4 @@
-"""Moves matrices on the spheres of their norms, for ``weights.hyperball``."""
+"""The step of ``weights.hyperball``: moves matrices on the spheres of their norms."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
