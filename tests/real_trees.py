@@ -246,7 +246,7 @@ def open_leaves():
                     f"- {project['project']}, `{path}` {tuple(leaf['shape'])}, "
                     f"{leaf['what']}: {leaf['open']}."
                 )
-    return "\n".join(lines)
+    return "\n".join(lines) or "None at present."
 
 
 def fill(text):

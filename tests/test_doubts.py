@@ -18,6 +18,9 @@ DOUBTFUL = [
     ("film/mix", (1, 256), "matrix", "a side is 1"),
     ("critic/out/kernel", (256, 3), "matrix", "a side is 3"),
     ("wide/kernel", (16, 2048), "matrix", "one side is 128 times the other"),
+    # A gate per head, and the least ratio that is said.
+    ("attn/gate/kernel", (640, 8), "matrix", "a side is 8"),
+    ("mixing/kernel", (9, 576), "matrix", "one side is 64 times the other"),
     ("patch_embed_proj/w", (48, 64), "matrix", "half that of .*: embedding"),
     ("patch_embed/kernel", (256, 128), "adam", "only half says embedding"),
     ("txt/head/kernel", (128, 128), "adam", "a square"),
@@ -140,6 +143,23 @@ def test_pythons_registry_shows_it_once():
         for _ in range(3):
             MatrixRules().labels(tree)
     assert len(seen) == 1
+
+
+def test_sizes_beyond_the_limits_raise_no_doubt():
+    tree = {"block": BLOCK, "gate": {"w": leaf(9, 575)}, "mix": {"w": leaf(640, 11)}}
+    assert set(labels_of(MatrixRules(), tree).values()) == {"matrix"}
+
+
+def test_small_leaves_on_adamw_are_no_lost_matrices():
+    """A doubt about a side of 8 goes one way: AdamW may have the leaf."""
+    tree = {
+        "block": {"fc": {"kernel": leaf(8, 64)}},
+        "out_scale": {"weight": leaf(8, 256)},
+        "sigma_embed": {"weight": leaf(96, 8), "bias": leaf(96)},
+    }
+    rules = MatrixRules(((r"^block/", MatrixAxes(0, 1)),))
+    rules.check(tree)
+    assert labels_of(rules, tree)["out_scale/weight"] == "adam"
 
 
 def test_sizes_of_toy_trees_mean_nothing():

@@ -157,7 +157,7 @@ def test_words_that_only_resemble_a_kind(path, prefix):
 def test_tuple_keys_and_nested_tuples_in_a_tree():
     tree = {
         ("dec", "logit_head", "kernel"): leaf(16, 64),
-        ("dec", "fc", "w"): leaf(8, 8),
+        ("dec", "fc", "w"): leaf(12, 12),
     }
     labels = MatrixRules().labels(tree)
     assert labels == {

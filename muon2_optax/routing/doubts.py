@@ -12,8 +12,9 @@ from muon2_optax.routing.names import normal, pattern_of
 from muon2_optax.routing.orientation import UNORIENTED
 
 Shape = tuple[int, ...]
-# Matrices of hidden layers have more inputs and outputs than this, and are less oblong.
-SMALLEST_SIDE, LARGEST_RATIO = 8, 64
+# Matrices of hidden layers have more inputs and outputs than this, and are less oblong:
+# these numbers are doubtful themselves.
+SMALL_SIDE, LARGE_RATIO = 8, 64
 # Where no side is larger, the tree is a toy and its sizes mean nothing.
 TOY = 64
 FLATTENED = "all parameters arrive as one vector, as optax.flatten makes of them"
@@ -58,9 +59,9 @@ def doubt_of_matrix(shape: Shape, kind: Kind | None, sizes: Sizes) -> str:
         reasons.append(
             f"its name is half that of a kind that AdamW trains: {kind.label}"
         )
-    if short < SMALLEST_SIDE and sizes.largest_side >= TOY:
+    if short <= SMALL_SIDE and sizes.largest_side >= TOY:
         reasons.append(f"a side is {short}")
-    elif long > LARGEST_RATIO * short:
+    elif long >= LARGE_RATIO * short:
         reasons.append(f"one side is {long / short:.0f} times the other")
     return " and ".join(reasons)
 
@@ -82,9 +83,9 @@ def doubt_of_adam(
     if kind.label == "head" and len(set(shape)) == 1 and shape[0] >= TOY:
         return "it is a square, as heads are not"
     if kind.sure and kind.label == "embedding" and bias is not None:
-        fits = len(shape) == 2 and bias[0] in shape and min(shape) >= SMALLEST_SIDE
+        fits = len(shape) == 2 and bias[0] in shape and min(shape) > SMALL_SIDE
         return "a bias is beside it, as beside a linear map" if fits else ""
-    if kind.sure or min(shape) < SMALLEST_SIDE or size < sizes.median:
+    if kind.sure or min(shape) <= SMALL_SIDE or size < sizes.median:
         return ""
     return f"its name only half says {kind.label}, and it is as large as a matrix"
 
