@@ -67,8 +67,9 @@ def newton_schulz_orthogonalize(
 ) -> optax.GradientTransformation:
     """Orthogonalizes each matrix of the updates with K Newton-Schulz steps.
 
-    Line 7 of the paper's Algorithm 1, ``O = NewtonSchulz(M, K)``. Leaves of equal
-    matrix shape run as one batch. The result does not depend on the input's size.
+    Line 7 of the paper's Algorithm 1 and line 10 of Algorithm 2, whose input is the
+    momentum divided by the root of the second moment. Leaves of equal matrix shape run
+    as one batch. The result does not depend on the input's size.
 
     Args:
       ns_steps: number of iterations K; None: the rows of a table, else 3.

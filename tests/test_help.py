@@ -61,7 +61,7 @@ def test_an_argument_without_a_description_is_no_import():
           Nothing.
         """
 
-    with pytest.raises(KeyError, match="no_such_argument"):
+    with pytest.raises(ValueError, match="'no_such_argument' of new: add it to Args"):
         _shared_arguments.complete_docstring(new)
 
 
@@ -72,13 +72,18 @@ def test_names_that_mean_something_else_elsewhere():
 
 def test_public_names():
     """``dir`` shows them and no modules of the inside."""
+    missing = set(m2.REGISTRY) - set(m2.__all__)
+    assert not missing, (
+        f"muon2_optax/__init__.py must import {missing} and list it in __all__"
+    )
     assert sorted(m2.__all__) == sorted(set(m2.__all__))
     assert set(dir(m2)) >= set(m2.__all__) | {"__version__"}
     for name in dir(m2):
         value = getattr(m2, name)
         if isinstance(value, types.ModuleType):
             assert name in ("diagnostics", "ready_rules"), name
-        assert name.startswith("__") or name in m2.__all__, name
+        public = name.startswith("__") or name in m2.__all__
+        assert public, f"{name} is imported, but not listed in __all__"
     everything = {}
     exec("from muon2_optax import *", everything)
     assert set(m2.__all__) <= set(everything)

@@ -84,8 +84,8 @@ SHARED = {
         " None: b1, a moving average; 0: the heavy-ball sum, which differs by a factor."
     ),
     "radius": (
-        "R. None: the norm in ``init``, where no matrix may be zero (an error, and under"
-        ' ``jax.jit`` NaN in the first step); see ``hyperball`` for ``"init"``, numbers'
+        "R. None: the norm in ``init``, where no matrix may be zero: an error, or under"
+        ' ``jax.jit`` NaN in the first step. See ``hyperball`` for ``"init"``, numbers'
         " and functions of (fan_in, fan_out)."
     ),
     "adam_h": (
@@ -151,7 +151,7 @@ def complete_docstring(
     """Adds to the docstring of ``factory`` the arguments that it does not describe.
 
     Raises:
-      KeyError: an argument that neither the docstring, ``texts`` nor ``SHARED``
+      ValueError: an argument that neither the docstring, ``texts`` nor ``SHARED``
         describes.
     """
     if factory.__doc__ is None:  # python -OO
@@ -164,6 +164,11 @@ def complete_docstring(
         if name in own:
             entries.append(own[name])
             continue
+        if name not in described:
+            raise ValueError(
+                f"nothing describes the argument {name!r} of {factory.__name__}: add it"
+                " to Args in its docstring or, if other optimizers share it, to SHARED"
+            )
         text = f"{name}: {described[name].replace('{steps}', steps)}"
         entries.append(
             textwrap.fill(

@@ -53,8 +53,8 @@ def muon2(
         O = NewtonSchulz(M / (sqrt(V) + eps), K)
         W = W - learning_rate * (sqrt(fan_out / fan_in) * O + weight_decay * W)
 
-    The paper gives neither b1, b2 nor eps; these defaults are those of the one public
-    run of it (modded-nanogpt pull request 266). Its weight decay is 0.
+    The paper gives neither b1, b2 nor eps; these are the values of a public run,
+    modded-nanogpt's pull request 266. The weight decay is 0 here, and 0.0125 there.
 
     Returns:
       The optimizer. Updates have the gradients' dtypes.
