@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "muon2_optax"
 
 # Pages whose Python blocks run, one after the other, in one namespace.
-PAGES = ["README.md", "docs/faq.md", "docs/numerics.md"]
+PAGES = ["README.md", "docs/faq.md", "docs/numerics.md", "docs/sharding.md"]
 
 
 def modules_with_examples():
