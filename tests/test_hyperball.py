@@ -298,6 +298,12 @@ def test_injected_rate_and_radius():
     got = optax.apply_updates(params, updates)["w"]
     want = hyperball(params["w"], [u["w"]], [0.1], 2.0)[0]
     assert relative_error(got, want) < 1e-6
+    # One that is not positive is refused where its value is known, and seen elsewhere.
+    tx = optax.inject_hyperparams(m2.hyperball)(learning_rate=0.1, radius=-2.0)
+    with pytest.raises(ValueError, match="radius must be positive, got -2"):
+        tx.init(params)
+    updates, _ = jax.jit(tx.update)(u, jax.jit(tx.init)(params), params)
+    assert np.isnan(updates["w"]).all()
     of_shape = optax.inject_hyperparams(m2.hyperball, static_args=("radius",))
     state = of_shape(0.1, lambda fan_in, fan_out: fan_in).init(params)
     assert float(state.inner_state.radius["w"]) == 6
