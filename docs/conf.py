@@ -50,7 +50,7 @@ SECTIONS = {
         *("numerics", "sharding", "training"),
     ],
     "Evidence": ["results", "performance", "conformance"],
-    "Reference": ["design", "changes", "contributing"],
+    "Reference": ["design", "training_design", "changes", "contributing"],
 }
 # The notebooks in the order in which to read them; one that is not named comes last.
 NOTEBOOKS = [
