@@ -65,6 +65,29 @@ def test_each_line_of_the_warning_settles_it(path, shape, group, said):
     assert ends == {"matrix", "adam"}
 
 
+def test_no_line_turns_a_matrix_that_is_known_to_be_out_first():
+    """Its bias shows which side is which, in this layer or in another one."""
+    tree = {
+        "fc": {"weight": leaf(96, 72), "bias": leaf(96)},
+        "gate": {"weight": leaf(8, 72), "bias": leaf(8)},
+        "mix": {"weight": leaf(6, 72)},
+        "sigma_embed": {"weight": leaf(96, 72), "bias": leaf(96)},
+    }
+    with pytest.raises(ValueError) as refused:
+        MatrixRules().check(tree)
+    said = re.findall(r'r"\^(\w+)/weight\$", (.*)\),', str(refused.value))
+    assert said == [
+        ("gate", "MatrixAxes(-1, -2)"),
+        ("gate", "None"),
+        ("mix", "MatrixAxes(-1, -2)"),
+        ("mix", "None"),
+        # AdamW has this one, so that nothing has asked which side is which.
+        ("sigma_embed", "MatrixAxes(-1, -2)"),
+        ("sigma_embed", "MatrixAxes(-2, -1)"),
+        ("sigma_embed", "None"),
+    ]
+
+
 def test_a_single_transposed_embedding_may_be_a_head():
     tree = {"embed": {"embedding": leaf(200, 64)}, "linear": {"w": leaf(64, 200)}}
     with pytest.warns(UserWarning, match="'linear/w'.*that of a head"):

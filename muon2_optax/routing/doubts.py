@@ -90,18 +90,28 @@ def doubt_of_adam(
     return f"its name only half says {kind.label}, and it is as large as a matrix"
 
 
-def settling_lines(pattern: str, shape: Shape, doubt: str) -> list[str]:
-    """The rules that settle a doubt, one line for each answer."""
-    if doubt == FLATTENED:
+def settling_lines(pattern: str, case: Case) -> list[str]:
+    """The rules that settle a doubt, one line for each answer.
+
+    A matrix that is known to be (out, in) stays so: who answers that it is a matrix
+    must not turn it by the way.
+    """
+    if case.doubt == FLATTENED:
         return [
             "leave optax.flatten out: Muon needs to see the matrices",
             '(r"^$", None)  # AdamW',
         ]
-    answers = {"MatrixAxes(-2, -1)": "Muon, (in, out)", "None": "AdamW"}
-    if len(shape) != 2:
-        answers = {"MatrixAxes(<in>, <out>)": "Muon", "None": "AdamW"}
-    elif UNORIENTED in doubt:
-        answers = {"MatrixAxes(-1, -2)": "Muon, (out, in)", **answers}
+    answers = {}
+    if len(case.shape) != 2:
+        answers["MatrixAxes(<in>, <out>)"] = "Muon"
+    else:
+        out_first = case.axes is not None and case.axes.ins == (1,)
+        unknown = case.axes is None and normal(case.path).endswith("weight")
+        if out_first or unknown or UNORIENTED in case.doubt:
+            answers["MatrixAxes(-1, -2)"] = "Muon, (out, in)"
+        if not out_first:
+            answers["MatrixAxes(-2, -1)"] = "Muon, (in, out)"
+    answers["None"] = "AdamW"
     return [f'(r"{pattern}", {axes}),  # {group}' for axes, group in answers.items()]
 
 
@@ -142,7 +152,8 @@ def text_of(cases: Sequence[Case], paths: Sequence[str], most: int = 20) -> str:
         alike[pattern_of(normal(path))].add(normal(path))
     groups: dict[tuple[object, ...], list[Case]] = collections.defaultdict(list)
     for case in cases:
-        groups[pattern_of(case.path), case.shape, case.group, case.doubt].append(case)
+        key = pattern_of(case.path), case.shape, case.group, case.doubt, case.axes
+        groups[key].append(case)
     lines = []
     for number, group in enumerate(groups.values()):
         if number == most:
@@ -156,7 +167,7 @@ def text_of(cases: Sequence[Case], paths: Sequence[str], most: int = 20) -> str:
         lines.append(f"  {names} {case.shape} goes to {case.group}, but {case.doubt}:")
         forms = [normal(c.path) for c in group]
         pattern = pattern_for(forms, alike[pattern_of(forms[0])])
-        settling = settling_lines(pattern, case.shape, case.doubt)
+        settling = settling_lines(pattern, case)
         lines.extend(f"    {line}" for line in settling)
     return "\n".join(lines)
 

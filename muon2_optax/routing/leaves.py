@@ -32,12 +32,13 @@ class LeafRule:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A leaf about which there is a doubt."""
+    """A leaf about which there is a doubt, and the axes that it has meanwhile."""
 
     path: str
     shape: Shape
     group: str
     doubt: str
+    axes: ResolvedAxes | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,4 +79,5 @@ class Verdict:
     def case(self) -> Case:
         """The leaf as one to ask the user about."""
         unsettled = GUESSED if self.guessed else "no rule covers it"
-        return Case(self.path, self.shape, self.group, self.doubt or unsettled)
+        doubt = self.doubt or unsettled
+        return Case(self.path, self.shape, self.group, doubt, self.axes)

@@ -272,15 +272,15 @@ def torch_trees():
         layer = f"model.layers.{i}"
         for name, shape in {
             "self_attn.q_proj": (d, d),
-            "self_attn.k_proj": (d // 3, d),
-            "self_attn.v_proj": (d // 3, d),
+            "self_attn.k_proj": (d // 2, d),
+            "self_attn.v_proj": (d // 2, d),
             "self_attn.o_proj": (d, d),
             "mlp.gate_proj": (64, d),
             "mlp.up_proj": (64, d),
             "mlp.down_proj": (d, 64),
         }.items():
             llama[f"{layer}.{name}.weight"] = shape
-        llama[f"{layer}.self_attn.q_norm.weight"] = (8,)
+        llama[f"{layer}.self_attn.q_norm.weight"] = (d // 2,)
         llama[f"{layer}.post_attention_layernorm.weight"] = (d,)
     heads = {"lm_head.weight": (rows, d)}
     return {"gpt": gpt | heads, "llama": llama | heads}
