@@ -128,7 +128,10 @@ def test_nnx_optimizer_on_a_mesh(name, kind):
     assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("x", "y")), 2)
     want, statistics = plain(name)
     assert_close(values(model), want)
-    assert_close(jax.tree.leaves(nnx.as_pure(opt.opt_state)), statistics)
+    # Two gradients of 8x16 leave SOAP some directions of the longer side without a
+    # gradient. Their basis is any, and rounding decides, which differs on a mesh.
+    if name != "soap_muon":
+        assert_close(jax.tree.leaves(nnx.as_pure(opt.opt_state)), statistics)
 
 
 class LinenNet(nn.Module):

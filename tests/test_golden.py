@@ -227,7 +227,7 @@ def _in_float32():
         yield pytest.param(path, marks=marks, id=path.stem)
 
 
-@pytest.mark.parametrize("path", _in_float32())
+@pytest.mark.parametrize("path", list(_in_float32()))
 def test_float32(path):
     # The file's own bound: max(1e-4, 20 x the float32 noise of the published code).
     assert _replay(path, jnp.float32) < _load(path)[1]["tol_f32"]

@@ -138,7 +138,7 @@ MASK = {"up": True, "down": False, "square": True, "bias": False}
             },
         ),
     ],
-    ids=str,
+    ids=lambda options: "-".join(options) or "defaults",
 )
 def test_table_of_optax(theirs, ours):
     """Without Nesterov both are one method: bias correction is a factor per step.
