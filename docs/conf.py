@@ -82,7 +82,7 @@ def _prepare() -> None:
         page = path.read_text().replace("](../docs/", "](../../")
         (folder / "notebooks" / path.name).write_text(page)
     (folder / "api.md").write_text(api_reference.page())
-    (folder / "result.md").write_text(_first_paragraph(DOCS / "results.md"))
+    (folder / "result.md").write_text(_first_results(DOCS / "results.md"))
     listed = {page for pages in SECTIONS.values() for page in pages}
     others = [p.stem for p in sorted(DOCS.glob("*.md")) if p.stem not in listed]
     notebooks = [f"_generated/notebooks/{p.stem}" for p in _notebooks()]
@@ -111,12 +111,13 @@ def _toctree(caption: str, pages: list[str]) -> str:
     )
 
 
-def _first_paragraph(path: pathlib.Path) -> str:
-    """What stands between a page's title and its first blank line after it."""
-    if not path.exists():
-        return ""
-    blocks = path.read_text().split("\n\n")
-    return next((b for b in blocks if b.strip() and not b.startswith("#")), "") + "\n"
+def _first_results(path: pathlib.Path, count: int = 2) -> str:
+    """The first items of the list under a page's heading "In short"."""
+    _, found, rest = path.read_text().partition("\n## In short\n")
+    items = rest.strip().split("\n\n")[0].split("\n- ")
+    if not found or len(items) < count:
+        raise ValueError(f"{path}: no {count} results under 'In short'")
+    return "\n- ".join(items[:count]) + "\n"
 
 
 _prepare()

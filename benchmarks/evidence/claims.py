@@ -38,9 +38,9 @@ class Claim(NamedTuple):
     how: str
 
 
-# Per cent of perplexity: the largest standard deviation of paired differences between
-# arms at LLaMA-60M so far. A single pair that is closer says nothing.
-NOISE = 0.65
+# Per cent of perplexity: twice the largest standard deviation of paired differences
+# between arms at LLaMA-60M so far. A single pair that is closer says nothing.
+NOISE = 1.3
 
 
 def verdict(found: Interval | None, target: float | None) -> str:

@@ -39,7 +39,13 @@ def shown(found: Interval | None) -> str:
     text = f"{number(found.mean)} %"
     if found.low is None or found.high is None:
         return f"{text}, n=1"
-    return f"{text} [{number(found.low)}, {number(found.high)}], n={found.n}"
+    low, high = (_bound(x) for x in (found.low, found.high))
+    return f"{text} [{low}, {high}], n={found.n}"
+
+
+def _bound(x: float) -> str:
+    """With two decimals where one would show 0, which the interval may not hold."""
+    return number(x) if abs(x) >= 0.05 else number(x, 2)
 
 
 def perplexity(row: Mapping[str, Any] | None) -> str:
