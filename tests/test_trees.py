@@ -39,8 +39,8 @@ def test_llama():
     layer = {
         "self_attn": {
             "q_proj": {"kernel": leaf(16, 16)},
-            "k_proj": {"kernel": leaf(16, 8)},
-            "v_proj": {"kernel": leaf(16, 8)},
+            "k_proj": {"kernel": leaf(16, 12)},
+            "v_proj": {"kernel": leaf(16, 12)},
             "o_proj": {"kernel": leaf(16, 16)},
             "q_norm": {"scale": leaf(4)},
         },

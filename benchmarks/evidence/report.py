@@ -60,9 +60,9 @@ def summary(results: Results) -> str:
         " the hyperball is the choice for a GPT.",
         "**NorMuon with K=5 cannot be told from it at LLaMA-60M:** Muon²-F K=3 against"
         f" it {shown(normuon)}.",
-        "**Weights that nothing holds cost most;** between tuned decay and the hyperball"
-        f" the choice matters less than the direction. Muon K=5: {three(BASE)}. Muon²-F"
-        f" K=3 fitted: {three(OURS)}.",
+        "**Weights that nothing holds cost most;** between tuned decay and the"
+        " hyperball the choice matters less than the direction. Muon K=5:"
+        f" {three(BASE)}. Muon²-F K=3 fitted: {three(OURS)}.",
         f"**Steps to the final loss of Muon K=5 with tuned decay:** {shown(steps)}, not"
         f" the −25 % that was the goal. Trained for {claims.SHORT} steps instead of"
         f" {claims.STEPS}, its perplexity is still higher than that Muon's:"
@@ -72,8 +72,8 @@ def summary(results: Results) -> str:
         " Keller's triple (one seed).",
         "**The stateless rival is close:** equilibrated Muon with the fitted schedule"
         f" and K=3 has {ppl['muon_eq K=3 fitted', 'hyperball']} (one seed).",
-        "**No variant with K=3 reached 3 %,** SOAP before Newton–Schulz among them. With"
-        " K=5 the same recipe comes closest (below).",
+        "**No variant with K=3 reached 3 %,** SOAP before Newton–Schulz among them."
+        " With K=5 the same recipe comes closest (below).",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
