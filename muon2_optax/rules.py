@@ -163,7 +163,10 @@ class MatrixRules:
           ValueError: the axes of the matching pattern do not fit the shape, or no
             pattern covers a leaf of rank 3 or more and ``strict`` is set.
         """
-        return self._router.decide(path, tuple(shape)).axes
+        verdict = self._router.decide(path, tuple(shape))
+        if self.strict:
+            report.require_rules([verdict])
+        return verdict.axes
 
     def labels(self, params: optax.Params) -> Any:
         """Labels ``"matrix"`` or ``"adam"`` for ``optax.partition``.
@@ -172,7 +175,9 @@ class MatrixRules:
         no rule covers.
 
         Raises:
-          ValueError: as ``resolve``, or a pattern that matches no leaf at all.
+          ValueError: axes of a pattern that do not fit; a pattern that matches no leaf
+            at all; or, if ``strict`` is set, leaves of rank 3 or more without a rule,
+            all of which are listed with the rules that settle them.
         """
         bound = self.bind(params)
         self._require_matches(params)
@@ -183,6 +188,8 @@ class MatrixRules:
             return verdicts[-1].group
 
         labels = trees.map_named(label, params)
+        if self.strict:
+            report.require_rules(verdicts)
         report.warn_of(verdicts)
         return labels
 
@@ -196,7 +203,7 @@ class MatrixRules:
         """
         self._require_matches(params)
         verdicts = self._verdicts(params)
-        cases = [v.case for v in verdicts if v.doubt or v.uncovered or v.guessed]
+        cases = [v.case for v in verdicts if v.doubtful]
         if cases:
             raise ValueError(
                 f"{len(cases)} leaves are doubtful; a rule settles each:\n"
@@ -210,9 +217,10 @@ class MatrixRules:
 
         One row for each leaf, or in large trees for all whose paths differ in numbers
         only: group, matrices, axes (in -> out), shape factor, number of parameters,
-        and the reason. Doubtful leaves come first, with the rules that settle them,
-        before them patterns that match no leaf, which ``init`` refuses. The last lines
-        are the totals of both groups.
+        and the reason. Doubtful leaves, those that ``check`` refuses, come first, with
+        the rules that settle them; before them patterns that match no leaf, which
+        ``init`` refuses. The last lines are the totals of both groups. ``strict`` makes
+        no difference here.
 
         Args:
           params: the parameters, or their shapes.
@@ -236,7 +244,7 @@ class MatrixRules:
 
     @functools.cached_property
     def _router(self) -> Router:
-        return Router(self.patterns, self.leaves, self.strict, self.by_name)
+        return Router(self.patterns, self.leaves, self.by_name)
 
     def _require_matches(self, params: optax.Params) -> None:
         """Refuses patterns that match no leaf at all, unless they are allowed."""

@@ -66,6 +66,64 @@ def test_strict_raises_naming_the_leaf():
     assert matrices_of({"w": leaf(4, 4), "b": leaf(4)}, rules) == {"w"}
 
 
+KERNELS = {
+    "encoder": {
+        "SelfAttention_0": {
+            "to_v": {"kernel": leaf(5, 48, 6, 8)},
+            "out": {"kernel": leaf(5, 6, 8, 48)},
+        },
+        "wide": {"kernel": leaf(7, 48, 24)},
+        "dense": {"kernel": leaf(48, 24)},
+    }
+}
+
+
+def test_strict_lists_every_leaf_and_rules_that_settle_it():
+    """The lines for attention make one matrix per layer; no line guesses at others."""
+    with pytest.raises(ValueError, match=r"MatrixRules\.of\(model\)") as strict:
+        MatrixRules(strict=True).labels(KERNELS)
+    with pytest.raises(ValueError) as checked:
+        MatrixRules(strict=True).check(KERNELS)
+    listed = str(checked.value).splitlines()[1:]
+    assert str(strict.value).splitlines()[1:] == listed
+    lines = [x.strip().split("  #")[0] for x in listed if "MatrixAxes" in x]
+    stated = [x for x in lines if "<in>" not in x]
+    assert len(lines) == 5 and len(stated) == 2
+    settled = [eval(x, {"MatrixAxes": MatrixAxes})[0] for x in stated]
+    rules = MatrixRules((*settled, ("wide", MatrixAxes(-2, -1))), strict=True)
+    rules.check(KERNELS)
+    for name in ("to_v", "out"):
+        shape = KERNELS["encoder"]["SelfAttention_0"][name]["kernel"].shape
+        axes = rules.resolve(f"encoder/SelfAttention_0/{name}/kernel", shape)
+        assert (axes.batch, axes.fan_in, axes.splits) == ((0,), 48, (48,))
+
+
+@pytest.mark.parametrize("path", ["flatten/out/kernel", "conv/keys/kernel", "out"])
+def test_only_names_of_attention_get_its_axes(path):
+    with pytest.raises(ValueError, match="<in>, <out>") as found:
+        MatrixRules(strict=True).resolve(path, (3, 3, 8, 16))
+    assert "-3" not in str(found.value)
+
+
+def test_leaves_without_a_rule_are_described_first_as_doubtful():
+    text = MatrixRules().describe({"a": leaf(16, 16), "z": leaf(2, 16, 32)})
+    before, table = text.split("\n\n", 1)
+    assert '(r"^z$", MatrixAxes(<in>, <out>))' in before
+    rows = table.splitlines()
+    assert rows[1].startswith("z ") and rows[1].endswith("(DOUBTFUL)")
+    assert rows[2].startswith("a ") and "DOUBTFUL" not in rows[2]
+
+
+def test_a_tree_in_which_nothing_is_a_matrix_is_said_loudly():
+    tree = {"stack": leaf(5, 16, 32), "scale": leaf(32)}
+    loud = r"NO LEAF IS A MATRIX(.|\n)*'stack'(.|\n)*MatrixAxes\(<in>"
+    with pytest.warns(UserWarning, match=loud):
+        MatrixRules().labels(tree)
+    with pytest.warns(UserWarning, match="no matrix rule") as seen:
+        MatrixRules().labels(tree | {"w": leaf(8, 8)})
+    assert "NO LEAF" not in str(seen[0].message)
+
+
 def test_pattern_that_matches_nothing_is_named():
     rules = MatrixRules((("w", MatrixAxes(0, 1)), ("attn/qq_proj", MatrixAxes(0, 1))))
     with pytest.raises(ValueError, match="'attn/qq_proj' matches no parameter.*'b/w'"):

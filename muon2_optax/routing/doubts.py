@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from muon2_optax.routing.kinds import Kind
 from muon2_optax.routing.leaves import Case
-from muon2_optax.routing.names import normal, pattern_of
+from muon2_optax.routing.names import name_of, normal, pattern_of
 from muon2_optax.routing.orientation import UNORIENTED
 
 Shape = tuple[int, ...]
@@ -17,6 +17,10 @@ Shape = tuple[int, ...]
 SMALL_SIDE, LARGE_RATIO = 8, 64
 # Where no side is larger, the tree is a toy and its sizes mean nothing.
 TOY = 64
+# Names, as words joined by "_", of the projections into attention heads and out of them.
+_TO_HEADS = re.compile(r"(to_)?(q|k|v|query|key|value)(_?proj(ection)?)?|w_?[qkv]")
+_ATTENTION = re.compile(r"attn|attention|(^|_)(att|mha|mhsa)(_|$)")
+_FROM_HEADS = re.compile(r"(to_)?(o|out|output)(_?proj(ection)?)?|w_?o|c_proj")
 FLATTENED = "all parameters arrive as one vector, as optax.flatten makes of them"
 
 
@@ -103,6 +107,7 @@ def settling_lines(pattern: str, case: Case) -> list[str]:
         ]
     answers = {}
     if len(case.shape) != 2:
+        answers |= _of_attention(case)
         answers["MatrixAxes(<in>, <out>)"] = "Muon"
     else:
         out_first = case.axes is not None and case.axes.ins == (1,)
@@ -113,6 +118,21 @@ def settling_lines(pattern: str, case: Case) -> list[str]:
             answers["MatrixAxes(-2, -1)"] = "Muon, (in, out)"
     answers["None"] = "AdamW"
     return [f'(r"{pattern}", {axes}),  # {group}' for axes, group in answers.items()]
+
+
+def _of_attention(case: Case) -> dict[str, str]:
+    """The axes of kernels with an axis of heads, as Flax's attention stores them.
+
+    Asked about as such by their names alone: a stack of (in, out) kernels looks alike.
+    """
+    name = name_of(case.path)
+    owner = name.owner if name.leaf in ("kernel", "weight", "w") else name.leaf
+    attention = any(map(_ATTENTION.search, (*name.above, name.owner)))
+    if _TO_HEADS.fullmatch(owner):
+        return {"MatrixAxes(-3, (-2, -1))": "Muon, (in, heads, width of a head)"}
+    if owner == "o_proj" or (attention and _FROM_HEADS.fullmatch(owner)):
+        return {"MatrixAxes((-3, -2), -1)": "Muon, (heads, width of a head, out)"}
+    return {}
 
 
 def pattern_for(paths: Sequence[str], alike: Collection[str]) -> str:

@@ -71,6 +71,11 @@ class Verdict:
         return self.reason == UNCOVERED
 
     @property
+    def doubtful(self) -> bool:
+        """Whether the user should say what it is."""
+        return bool(self.doubt) or self.uncovered or self.guessed
+
+    @property
     def by_name(self) -> bool:
         """Whether its name says that AdamW trains it."""
         return self.reason.startswith("name: ")

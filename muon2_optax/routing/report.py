@@ -10,11 +10,17 @@ from muon2_optax.axes import ShapeScale, shape_factors
 from muon2_optax.routing.doubts import names_of, text_of
 from muon2_optax.routing.leaves import Verdict
 from muon2_optax.routing.names import pattern_of
+from muon2_optax.trees import quote
 
 Row = tuple[str, ...]
 WIDTH = 100
 # Trees of more leaves than this are shown by pattern: "layers/*/kernel x 48".
 FEW_LEAVES = 100
+SETTLED = "MatrixRules.of(model) asks the model's modules, or a rule settles each"
+NO_MATRIX = (
+    "NO LEAF IS A MATRIX: AdamW trains every parameter, and the optimizer that you"
+    " chose trains none.\n"
+)
 HEADER = (
     "path",
     "shape",
@@ -32,29 +38,51 @@ def warn_of(verdicts: Sequence[Verdict]) -> None:
 
     From one place each, so that Python shows a warning once, not in every step.
     """
-    uncovered = [(v.path, v.shape) for v in verdicts if v.uncovered]
+    paths = [v.path for v in verdicts]
+    nothing = "" if any(v.axes for v in verdicts) else NO_MATRIX
+    uncovered = [v for v in verdicts if v.uncovered]
     if uncovered:
+        names = names_of([(v.path, v.shape) for v in uncovered])
         warnings.warn(
-            "no matrix rule for these leaves of rank 3 or more, so AdamW trains them:"
-            f" {names_of(uncovered)}. Add rules to MatrixRules (None keeps AdamW and"
-            " silences this), or set strict=True to raise instead.",
+            f"{nothing}no matrix rule for these leaves of rank 3 or more, so AdamW"
+            f" trains them: {names}. {SETTLED} (None keeps AdamW and silences this;"
+            " strict=True raises instead):\n"
+            + text_of([v.case for v in uncovered], paths),
             stacklevel=1,
         )
+        nothing = ""
     cases = [v.case for v in verdicts if v.doubt]
-    paths = [v.path for v in verdicts]
     if cases:
         warnings.warn(
-            f"{len(cases)} leaves may be with the wrong optimizer; a rule settles"
+            f"{nothing}{len(cases)} leaves may be with the wrong optimizer; a rule settles"
             f" each:\n{text_of(cases, paths)}",
             stacklevel=1,
         )
+
+
+def require_rules(verdicts: Sequence[Verdict]) -> None:
+    """Refuses leaves that no rule covers, for ``strict=True``.
+
+    Raises:
+      ValueError: it lists all of them, each with the rules that settle it.
+    """
+    uncovered = [v for v in verdicts if v.uncovered]
+    if not uncovered:
+        return
+    first, others = uncovered[0], len(uncovered) - 1
+    more = f", nor do {others} other leaves of rank 3 or more" if others else ""
+    cases = [v.case for v in uncovered]
+    raise ValueError(
+        f"{quote(first.path)} of shape {first.shape} has no matrix rule{more}."
+        f" {SETTLED}:\n" + text_of(cases, [v.path for v in verdicts], len(cases))
+    )
 
 
 def report(
     verdicts: Sequence[Verdict], shape_scale: ShapeScale, unused: Sequence[str] = ()
 ) -> str:
     """The whole text: unused patterns, doubts, a table, and totals."""
-    verdicts = sorted(verdicts, key=lambda v: not v.doubt)
+    verdicts = sorted(verdicts, key=lambda v: not v.doubtful)
     parts = []
     if unused:
         shown = "\n".join(f"  {pattern!r}" for pattern in unused)
@@ -62,7 +90,7 @@ def report(
             "Rules that match no parameter; init raises, unless allow_unused=True:\n"
             f"{shown}\n"
         )
-    doubtful = [v.case for v in verdicts if v.doubt]
+    doubtful = [v.case for v in verdicts if v.doubtful]
     if doubtful:
         parts.append(
             "Doubtful, listed first below; a rule settles each:\n"
@@ -78,7 +106,7 @@ def _rows(verdicts: Sequence[Verdict], shape_scale: ShapeScale) -> list[Row]:
     groups: dict[tuple[object, ...], list[Verdict]] = collections.defaultdict(list)
     for v in verdicts:
         key = v.path if len(verdicts) <= FEW_LEAVES else pattern_of(v.path)
-        groups[key, v.shape, v.axes, v.reason, v.doubt].append(v)
+        groups[key, v.shape, v.axes, v.reason, v.doubt, v.guessed].append(v)
     return [_row(alike, shape_scale) for alike in groups.values()]
 
 
@@ -98,7 +126,7 @@ def _row(alike: Sequence[Verdict], shape_scale: ShapeScale) -> Row:
             [f"{f:.4g}" for f in shape_factors(first.axes, shape_scale)], ", "
         )
     size = _count(len(alike) * math.prod(first.shape))
-    reason = first.reason + (" (DOUBTFUL)" if first.doubt else "")
+    reason = first.reason + (" (DOUBTFUL)" if first.doubtful else "")
     shape = str(first.shape)
     return path, shape, first.group, matrices, axes, factor, size, reason
 

@@ -21,13 +21,11 @@ class Router:
         self,
         patterns: Sequence[Pattern],
         leaves: Sequence[LeafRule],
-        strict: bool,
         by_name: bool,
     ) -> None:
         self._patterns = patterns
         self._searched = Patterns([pattern for pattern, _ in patterns], by_name)
         self._rule_of_path = _by_path(leaves)
-        self._strict = strict
         self._by_name = by_name
 
     def has_rule(self, path: str) -> bool:
@@ -46,8 +44,7 @@ class Router:
         more and no rule.
 
         Raises:
-          ValueError: the axes of a rule do not fit the shape, or nothing says anything
-            and ``strict`` is set.
+          ValueError: the axes of a rule do not fit the shape.
         """
         if math.prod(shape) == 0:
             return Verdict(path, shape, None, "no elements")
@@ -75,12 +72,6 @@ class Router:
             verdict = _fit(path, shape, IN_OUT, RANK_2, RANK_2)
             left_out = not self._by_name and self._searched.of_tree
             return dataclasses.replace(verdict, doubt=LEFT_OUT if left_out else "")
-        if self._strict:
-            raise ValueError(
-                f"{trees.quote(path)} of shape {tuple(shape)} has no matrix rule;"
-                " add one to MatrixRules, for example (pattern, MatrixAxes(-2, -1)) for"
-                " a stack of matrices, or (pattern, None) for AdamW"
-            )
         return Verdict(path, shape, None, UNCOVERED)
 
 
