@@ -11,10 +11,11 @@ checked, and would need a slower program that works for any. So such numbers hav
 as their default, which Optax leaves alone, and traced ones are refused.
 """
 
+import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar, get_args
 
 import jax
@@ -28,7 +29,8 @@ R = TypeVar("R")
 # Decay rates of moving averages.
 DECAY_RATES = ("b1", "b2", "shampoo_beta", "adam_b1", "adam_b2", "decay")
 NOT_NEGATIVE = ("eps", "eps_root", "adam_eps", "adam_eps_root", "rms")
-# Numbers or schedules of them.
+# Numbers or schedules of them. Negative ones would go uphill, or away from the mean
+# step; what a schedule gives is not known here.
 SCHEDULED = (
     "learning_rate",
     "adam_learning_rate",
@@ -66,6 +68,7 @@ OTHER_NAMES = {
     "momentum": ("b1",),
     "mu": ("b1",),
     "lr": ("learning_rate",),
+    "adam_lr": ("adam_learning_rate",),
     "epsilon": ("eps",),
     "mask": ("weight_decay_mask",),
     "eps": (
@@ -92,6 +95,11 @@ NOT_ON_SPHERE = {
     ),
 }
 
+# Where no second moment has a dtype to choose: "mu_dtype", the closest name, is none.
+NO_NU_DTYPE = (
+    "no dtype of a second moment can be chosen here; mu_dtype is that of the momentum"
+)
+
 _SECOND = (
     "; ns_coeffs, the second positional argument of optax.contrib.muon, is given by"
     " name here"
@@ -109,29 +117,17 @@ def check_arguments(
         ``ns_coeffs`` is no table, which has a number of rows.
 
     Raises:
-      TypeError: an argument under the name that another library gives it; what is no
-        number: of another type, or an array of several; or what must be known while
-        tracing, and is not.
-      ValueError: a decay rate outside of [0, 1), a negative eps, or None for a number.
+      TypeError: an argument under another name, as one of another library or misspelt;
+        what is no number: of another type, or an array of several; or what must be
+        known while tracing, and is not.
+      ValueError: a decay rate outside of [0, 1), a negative eps or rate, or None for a
+        number.
     """
     parameters = inspect.signature(factory).parameters
-    on_sphere = "radius" in parameters and factory.__name__.endswith("_h")
 
     @functools.wraps(factory)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            here = [] if name in parameters else _instead_of(name, parameters)
-            if here:
-                raise TypeError(
-                    f"{factory.__name__} has no argument {name!r}: give"
-                    f" {' and '.join(here)}"
-                )
-            if name not in parameters and name in NOT_ON_SPHERE and on_sphere:
-                plain = factory.__name__.removesuffix("_h")
-                raise TypeError(
-                    f"{factory.__name__} has no argument {name!r}:"
-                    f" {NOT_ON_SPHERE[name].format(plain=plain)}"
-                )
+        _require_known(factory.__name__, parameters, kwargs)
         given = dict(zip(parameters, args)) | kwargs
         for name, value in given.items():
             check(name, value, optional=_is_optional(parameters.get(name)))
@@ -140,6 +136,18 @@ def check_arguments(
             coeffs = given.get("ns_coeffs", "keller")
             kwargs["ns_steps"] = steps_or_default(None, coeffs, ns_steps)
         return factory(*args, **kwargs)
+
+    return call
+
+
+def check_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Checks only the names of the arguments of ``function`` before it is called."""
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _require_known(function.__name__, parameters, kwargs)
+        return function(*args, **kwargs)
 
     return call
 
@@ -172,7 +180,7 @@ def check(name: str, value: Any, optional: bool = False) -> None:
         return
     if name in DECAY_RATES and not 0 <= value < 1:
         raise ValueError(f"{name} must lie in [0, 1), got {value}")
-    if name in NOT_NEGATIVE and not value >= 0:
+    if name in (*NOT_NEGATIVE, *SCHEDULED) and not value >= 0:
         raise ValueError(f"{name} must be 0 or more, got {value}")
 
 
@@ -211,6 +219,35 @@ def _is_number(value: Any) -> bool:
 
 def _is_optional(parameter: inspect.Parameter | None) -> bool:
     return parameter is not None and type(None) in get_args(parameter.annotation)
+
+
+def _require_known(
+    function: str,
+    parameters: Mapping[str, inspect.Parameter],
+    given: Collection[str],
+) -> None:
+    """Refuses a name that is no parameter's and says what to give in its place.
+
+    Names like no parameter's are left to Python.
+    """
+    for name in given:
+        if name in parameters:
+            continue
+        no_such = f"{function} has no argument {name!r}"
+        here = _instead_of(name, parameters)
+        if here:
+            raise TypeError(f"{no_such}: give {' and '.join(here)}")
+        if name in NOT_ON_SPHERE and "radius" in parameters and function.endswith("_h"):
+            plain = function.removesuffix("_h")
+            raise TypeError(f"{no_such}: {NOT_ON_SPHERE[name].format(plain=plain)}")
+        if name == "nu_dtype" and "mu_dtype" in parameters:
+            raise TypeError(f"{no_such}: {NO_NU_DTYPE}")
+        close = difflib.get_close_matches(name, parameters, 1)
+        if close:
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}; did you"
+                f" mean {close[0]!r}?"
+            )
 
 
 def _instead_of(name: str, parameters: Mapping[str, inspect.Parameter]) -> list[str]:

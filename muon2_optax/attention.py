@@ -12,6 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from muon2_optax import dtypes, sharding, trees
+from muon2_optax.arguments import check_names
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.rules import MatrixRules
@@ -22,6 +23,7 @@ KEY = r"(^|/)(k|wk|key|k_proj|c_k|to_k)(/|$)"
 FUSED = r"(^|/)(qkv|wqkv|qkv_proj|c_attn|in_proj|query_key_value)(/|$)"
 
 
+@check_names
 def qk_clip(
     params: optax.Params,
     max_logits: Mapping[str, Any],

@@ -7,7 +7,7 @@ import optax
 from jax.typing import DTypeLike
 
 from muon2_optax import dtypes
-from muon2_optax.arguments import check_static
+from muon2_optax.arguments import check_names, check_static
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
@@ -17,6 +17,7 @@ from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings, check_shardings
 
 
+@check_names
 def newton_schulz(
     x: jax.Array,
     ns_steps: int | jax.Array | None = None,
@@ -44,8 +45,10 @@ def newton_schulz(
       divide travel in two all-to-alls, as in ``newton_schulz_orthogonalize``.
 
     Raises:
-      ValueError: fewer than two axes, an unsuitable schedule, or a dtype that is not
-        floating point.
+      ValueError: an ``x`` of fewer than two axes or of integers; ``ns_coeffs`` and
+        ``ns_steps`` that ``newton_schulz_orthogonalize`` refuses as well.
+      TypeError: an ``ns_dtype`` that is no real floating point dtype of 16 bits or
+        more.
 
     References:
       Jordan et al. 2024, github.com/KellerJordan/Muon; the paper's eq. for Q_NS.
@@ -57,6 +60,7 @@ def newton_schulz(
     return dispatch.orthogonalize_leaves(["x"], [x], [axes], plan, ns_dtype, None)[0]
 
 
+@check_names
 def newton_schulz_orthogonalize(
     ns_steps: int | None = None,
     ns_coeffs: NSCoeffs = "keller",
@@ -85,8 +89,15 @@ def newton_schulz_orthogonalize(
       A stateless transform. Updates keep shape and dtype.
 
     Raises:
-      ValueError: on update, a leaf that is not a matrix under ``rules``; route such
-        leaves elsewhere with ``optax.partition({...}, rules.labels)``.
+      ValueError: an ``ns_coeffs`` that is no name in ``SCHEDULES``, no triple and no
+        (K, 3) table of finite numbers; ``ns_steps`` that is negative, no integer,
+        unlike the rows of a table of two or more (one row repeats), or outside of what
+        the schedule has: 2 to 5 for ``"muon2"``, at most 5 for ``"you5"``. On update,
+        a leaf that is not a matrix under ``rules``; route such leaves elsewhere with
+        ``optax.partition({...}, rules.labels)``.
+      TypeError: an ``ns_dtype`` that is no real floating point dtype of 16 bits or
+        more; ``rules`` or ``shardings`` of another type; an argument that must be known
+        while tracing, and is not. On update, a leaf of integers.
 
     >>> import jax.numpy as jnp
     >>> tx = newton_schulz_orthogonalize(ns_steps=5)

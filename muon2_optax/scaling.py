@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from muon2_optax import averages, dtypes, roots, trees
-from muon2_optax.arguments import check_arguments
+from muon2_optax.arguments import check_arguments, check_names
 from muon2_optax.axes import (
     ResolvedAxes,
     ShapeScale,
@@ -21,6 +21,7 @@ from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
 
 
+@check_names
 def scale_by_shape(
     kind: ShapeScale = "spectral", *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformation:

@@ -22,11 +22,12 @@ Radius = ArrayLike | Literal["init"] | Callable[[int, int], float] | None
 
 
 class HyperballState(NamedTuple):
-    """count: int32 scalar; radius: the norm at which each matrix is held.
+    """count: int32 scalar; radius: the Frobenius norm at which each matrix is held.
 
-    The radii are real, float32 or better, and have the parameter's batch axes only (and
-    one more, last, axis of blocks where the rule splits the outputs): a plain matrix
-    has a scalar.
+    The radii are real: float64 for float64 and complex128 parameters, float32 for all
+    others, 16-bit ones included. There is one per matrix, so they have the parameter's
+    batch axes only (and one more, last, axis of blocks where the rule splits the
+    outputs): a plain matrix has a scalar.
     """
 
     count: jax.Array
@@ -54,17 +55,21 @@ def hyperball(
 
     R is taken from the parameters in ``init`` and kept in the state, unlike in the
     published codes, which take the norm of W anew in each step: the rounding of 16-bit
-    parameters would add up there. A norm is one of a single matrix, never of a stack of
-    layers or experts, nor of a whole fused projection. A zero update leaves the matrix
-    as it is. Squares of entries outside of 1e-19 to 1e19 leave the
-    range of float32: smaller updates count as zero, larger ones give NaN.
+    parameters would add up there. Such parameters are rounded with a dither, a
+    threshold that depends on step and entry alone: a step back to the sphere is smaller
+    than half of their last place, and rounding to the nearest would drop it each time.
+    A norm is one of a single matrix, never of a stack of layers or experts, nor of a
+    whole fused projection. A zero update leaves the matrix as it is. Squares of entries
+    outside of 1e-19 to 1e19 leave the range of float32: smaller updates count as zero,
+    larger ones give NaN.
 
     Args:
       learning_rate: length of the step relative to R, or a schedule of it; of the order
-        of 0.003 to 0.03.
-      radius: R. None: the norm that each matrix has in ``init``. A number, or a
-        function of (fan_in, fan_out): the norm of all matrices, which the first step
-        gives them. ``"init"``: as None, but sqrt(fan_out) for matrices that are zero,
+        of 0.02 to 0.06.
+      radius: R, a Frobenius norm in units of the parameters. None: the norm that each
+        matrix has in ``init``. A number, or a function of (fan_in, fan_out): the norm
+        of all matrices, which the first step with a nonzero update gives them.
+        ``"init"``: as None, but sqrt(fan_out) for matrices that are zero,
         the norm of normal entries of variance 1 / fan_in, with which inputs of RMS 1
         give outputs of RMS 1. (``optax.inject_hyperparams`` calls functions as
         schedules: name the argument in its ``static_args``.)
@@ -77,8 +82,8 @@ def hyperball(
       The transform, with state ``HyperballState``. Updates keep their dtype.
 
     Raises:
-      ValueError: a ``radius`` that is not positive. In ``init``, a matrix that is zero
-        and has no ``radius``. Under ``jax.jit`` values are not known: there such a
+      ValueError: a negative ``learning_rate``; a ``radius`` that is not positive. In
+        ``init``, a matrix that is zero and has no ``radius``. Under ``jax.jit`` values are not known: there such a
         matrix gets the radius 0, and its first update other than zero is NaN, as with
         a ``radius`` that turns out not to be positive. On update, no ``params``, or
         those of other updates; a leaf that is not a matrix under ``rules``.

@@ -114,9 +114,48 @@ def test_names_of_other_libraries(given, name):
     (other,) = given
     with pytest.raises(TypeError, match=f"no argument {other!r}: give .*{name}"):
         m2.muon(0.1, **given)
-    # Unknown everywhere: Python's own error.
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nesterof'"):
-        m2.muon(0.1, nesterof=True)
+    # Unknown everywhere: Python's own error, but for what is misspelt.
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'$"):
+        m2.muon(0.1, window=True)
+
+
+RATES = {"learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay"}
+
+
+@pytest.mark.parametrize("factory, needs, name", have(RATES | {"beta"}))
+def test_rates_that_go_the_wrong_way(factory, needs, name):
+    """As far as a number shows it: a schedule or an injected array is not known."""
+    for value in (-0.2, -1, np.float32(-0.3), float("nan")):
+        with pytest.raises(ValueError, match=f"^{name} must be 0 or more") as error:
+            factory(**needs | {name: value})
+        assert one_sentence(error)
+    for value in (0, 0.2, optax.constant_schedule(-0.2), jnp.float32(-0.2)):
+        factory(**needs | {name: value})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OPTIMIZERS, *TRANSFORMS]
+    + ["newton_schulz", "newton_schulz_orthogonalize", "orthogonalize_jointly"]
+    + ["equilibrate", "in_blocks", "periodically", "qk_clip", "scale_by_shape"],
+)
+def test_misspelt_names(name):
+    """The closest name stands in the same sentence, for each argument it has."""
+    function = getattr(m2, name)
+    for known in inspect.signature(function).parameters:
+        if len(known) > 4:
+            wrong = known[:-2] + known[-1]
+            told = f"argument {wrong!r}; did you mean {known!r}"
+            with pytest.raises(TypeError, match=told) as error:
+                function(**{wrong: None})
+            assert one_sentence(error)
+
+
+@pytest.mark.parametrize("name", ["muon2_f", "muon", "soap_muon", "muon2_f_h"])
+def test_a_second_moment_without_a_dtype_to_choose(name):
+    """``mu_dtype``, which is spelt alike, is not what was meant."""
+    with pytest.raises(TypeError, match="'nu_dtype': no dtype of a second moment"):
+        m2.REGISTRY[name](0.1, nu_dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["muon_h", "muon2_h", "muon2_f_h"])

@@ -127,10 +127,11 @@ def test_a_table_sets_the_number_of_steps(rows):
     }
     for name, tx in {
         "transform": m2.newton_schulz_orthogonalize(ns_coeffs=table),
-        "muon": m2.muon(-1.0, ns_coeffs=table, shape_scale="none"),
-        "teon": m2.teon(-1.0, ns_coeffs=table, shape_scale="none"),
+        "muon": m2.muon(1.0, ns_coeffs=table, shape_scale="none"),
+        "teon": m2.teon(1.0, ns_coeffs=table, shape_scale="none"),
     }.items():
-        got[name] = tx.update({"w": x}, tx.init({"w": x}))[0]["w"]
+        sign = 1 if name == "transform" else -1  # a step goes downhill
+        got[name] = sign * tx.update({"w": x}, tx.init({"w": x}))[0]["w"]
     for name, value in got.items():
         # Rounding of float32, 6e-8, times the gain of six steps, 3^6.
         assert relative_error(value, want) < 5e-5, name

@@ -4,6 +4,7 @@ import inspect
 import re
 import types
 
+import jax.numpy as jnp
 import pytest
 
 import muon2_optax as m2
@@ -87,3 +88,51 @@ def test_public_names():
     everything = {}
     exec("from muon2_optax import *", everything)
     assert set(m2.__all__) <= set(everything)
+
+
+@pytest.mark.parametrize("name", m2.REGISTRY)
+def test_errors(name):
+    """Every optimizer says what it refuses, in one section with its own errors."""
+    doc = m2.REGISTRY[name].__doc__
+    assert doc.count("Raises:") == 1
+    section = doc.split("Raises:\n")[1].split("\n\n")[0]
+    assert "strict" in section and "  TypeError: an unknown argument" in section
+    arguments = inspect.signature(m2.REGISTRY[name]).parameters
+    assert ("``radius``" in section) == ("radius" in arguments)
+    assert ("``ns_steps``" in section) == ("ns_steps" in arguments)
+    own = {"soap_muon": "max_precond_dim", "dion": "rank_fraction", "teon": "joint"}
+    assert own.get(name, "") in section
+
+
+REFUSED = [
+    ({"ns_coeffs": "kellar"}, ValueError),
+    ({"ns_steps": -2}, ValueError),
+    ({"ns_steps": 2.5}, ValueError),
+    ({"ns_coeffs": ((3.0, -3.0),)}, ValueError),
+    ({"ns_coeffs": ((3.0, -4.0, 2.0),) * 3, "ns_steps": 4}, ValueError),
+    ({"ns_coeffs": "muon2", "ns_steps": 6}, ValueError),
+    ({"ns_coeffs": "you5", "ns_steps": 6}, ValueError),
+    ({"ns_dtype": "int32"}, TypeError),
+    ({"rules": ("w", None)}, TypeError),
+    ({"shardings": "fsdp"}, TypeError),
+]
+
+
+@pytest.mark.parametrize("given, error", REFUSED, ids=str)
+def test_errors_of_newton_schulz_are_those_that_it_documents(given, error):
+    with pytest.raises(error):
+        m2.newton_schulz_orthogonalize(**given)
+    doc = m2.newton_schulz_orthogonalize.__doc__
+    entry = doc.split(f"{error.__name__}: ")[1].split("Error: ")[0]
+    assert all(f"``{argument}``" in entry for argument in given)
+    if not {"rules", "shardings"} & set(given):
+        x = jnp.ones((3, 2))
+        with pytest.raises(error):
+            m2.newton_schulz(x, **given)
+
+
+def test_one_row_of_a_table_repeats():
+    x = jnp.arange(6.0).reshape(3, 2)
+    row = (3.0, -4.0, 2.0)
+    one, triple = (m2.newton_schulz(x, 4, c) for c in ((row,), row))
+    assert (one == triple).all()

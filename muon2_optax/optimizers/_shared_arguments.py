@@ -8,7 +8,7 @@ order of the signature. What neither describes is an error of the import.
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
@@ -114,7 +114,7 @@ SHARED = {
 ON_SPHERE = {
     "learning_rate": (
         "length of a step relative to the weights, or a schedule of it, of the order of"
-        " 0.003 to 0.03; see ``hyperball``."
+        " 0.02 to 0.06; see ``hyperball``."
     ),
     "weight_decay_mask": (
         "tree of bools, or function from parameters to one, as in"
@@ -124,6 +124,39 @@ ON_SPHERE = {
         "in AdamW, decay only entries that the update shrinks as well; see"
         " ``add_cautious_weight_decay``."
     ),
+}
+
+
+# What every optimizer refuses, by an argument that it must have for that; "" for all.
+RAISES = {
+    "ValueError": {
+        "": (
+            "a decay rate outside of [0, 1); a negative rate, decay or eps; arguments"
+            " for AdamW beside ``rest``."
+        ),
+        "ns_coeffs": (
+            "``ns_coeffs`` and ``ns_steps`` that ``newton_schulz_orthogonalize``"
+            " refuses."
+        ),
+        "radius": (
+            "A ``radius`` that is not positive, and in ``init`` matrices that are zero"
+            " where it is None."
+        ),
+        "rules": (
+            "In ``init``, rules whose axes do not fit, that match no leaf, or that are"
+            " strict and leave a leaf of rank 3 or more out."
+        ),
+        "learning_rate": "On update, the state of another optimizer; no ``params``,"
+        " where they are needed.",
+    },
+    "TypeError": {
+        "": (
+            "an unknown argument; one of another type, or an array of several numbers;"
+            " a dtype that cannot hold what it is for; what must be known while tracing"
+            " and is not, which ``optax.inject_hyperparams`` takes in ``static_args``."
+        ),
+        "rules": "A matrix of integers.",
+    },
 }
 
 
@@ -148,7 +181,9 @@ def optimizer(
 def complete_docstring(
     factory: Callable[P, R], texts: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[P, R]:
-    """Adds to the docstring of ``factory`` the arguments that it does not describe.
+    """Adds to the docstring of ``factory`` what it does not describe.
+
+    That is arguments, and the errors that all optimizers raise.
 
     Raises:
       ValueError: an argument that neither the docstring, ``texts`` nor ``SHARED``
@@ -169,19 +204,39 @@ def complete_docstring(
                 f"nothing describes the argument {name!r} of {factory.__name__}: add it"
                 " to Args in its docstring or, if other optimizers share it, to SHARED"
             )
-        text = f"{name}: {described[name].replace('{steps}', steps)}"
-        entries.append(
-            textwrap.fill(
-                text,
-                80,
-                initial_indent="  ",
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        entries.append(_entry(name, described[name].replace("{steps}", steps)))
+    after = _with_errors(after, inspect.signature(factory).parameters)
     factory.__doc__ = "\n".join([before, "Args:", *entries, "", after])
     return factory
+
+
+def _entry(name: str, text: str) -> str:
+    return textwrap.fill(
+        f"{name}: {text}",
+        80,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _with_errors(after: str, parameters: Collection[str]) -> str:
+    """Adds the errors of all optimizers to the section Raises, or makes one.
+
+    Without one of its own it comes after Returns.
+    """
+    shared = [
+        _entry(error, " ".join(t for n, t in texts.items() if not n or n in parameters))
+        for error, texts in RAISES.items()
+    ]
+    found = re.search(r"^Raises:\n", after, re.M)
+    if found is not None:
+        head, tail = after[: found.end()], after[found.end() :]
+        own, rest = tail.split("\n\n", 1)
+        return head + "\n".join([own, *shared]) + "\n\n" + rest
+    returns, rest = after.split("\n\n", 1) if "\n\n" in after else (after, "")
+    return "\n".join([returns.rstrip(), "", "Raises:", *shared, "", rest])
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str], str]:

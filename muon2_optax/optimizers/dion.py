@@ -66,7 +66,8 @@ def scale_by_low_rank_orthonormal(
       The transform, with state ``LowRankState``; Q is float32 or better.
 
     Raises:
-      ValueError: a leaf that is not a matrix, or whose rule splits the outputs.
+      ValueError: ``rank_fraction`` outside of (0, 1], ``b1`` outside of [0, 1); in
+        ``init``, a leaf that is not a matrix, or whose rule splits the outputs.
 
     References:
       Ahn et al. 2025, "Dion", arXiv:2504.05295, algorithm 1.
@@ -199,6 +200,10 @@ def dion(
 
     Returns:
       The optimizer. Updates have the gradients' dtypes.
+
+    Raises:
+      ValueError: ``rank_fraction`` outside of (0, 1]; in ``init``, a rule that splits
+        the outputs.
 
     References:
       Ahn et al. 2025, "Dion", arXiv:2504.05295; github.com/microsoft/dion.

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax.arguments import check_arguments
+from muon2_optax.arguments import check_arguments, check_names
 from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
@@ -87,6 +87,7 @@ def _whole_steps(period: Any) -> Any:
     return period
 
 
+@check_names
 def in_blocks(
     make: Callable[[MatrixRules], optax.GradientTransformation],
     grid: Sequence[int],
@@ -100,6 +101,14 @@ def in_blocks(
       grid: number of blocks along (inputs, outputs). A side that does not divide is
         padded with zeros, which the last blocks contain.
       rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      A stateless transform.
+
+    Raises:
+      ValueError: a ``grid`` other than two whole numbers of 1 or more; on update, a
+        leaf that is not a matrix.
+      TypeError: on update, a leaf of integers.
     """
     rules = rules_or_default(rules)
     if np.shape(grid) != (2,) or not all(n >= 1 and n % 1 == 0 for n in grid):
@@ -195,6 +204,10 @@ def muon_bp(
 
     Returns:
       The optimizer. Updates have the gradients' dtypes.
+
+    Raises:
+      ValueError: a ``period`` that is not whole, or one known while tracing below 1; a
+        ``block_grid`` other than two whole numbers of 1 or more.
 
     References:
       Khaled et al. 2025, "MuonBP", arXiv:2510.16981 (no published code).

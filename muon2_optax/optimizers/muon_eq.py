@@ -8,6 +8,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, roots, trees
+from muon2_optax.arguments import check_names
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
@@ -25,6 +26,7 @@ FORMS = ("roots", "sweeps")
 SWEEPS, LARGEST = 2, 4.0
 
 
+@check_names
 def equilibrate(
     form: Form = "roots", *, rules: MatrixRules | None = None
 ) -> optax.GradientTransformation:
@@ -169,6 +171,9 @@ def muon_eq(
 
     Returns:
       The optimizer. Updates have the gradients' dtypes.
+
+    Raises:
+      ValueError: an unknown ``form``.
 
     References:
       "MuonEq", arXiv:2603.28254.

@@ -96,7 +96,9 @@ def scale_by_soap(
       Derivatives take P and Q for constants.
 
     Raises:
-      ValueError: a leaf that is not a matrix, or whose rule splits the outputs.
+      ValueError: ``precondition_frequency`` or ``max_precond_dim`` below 1, a decay
+        rate outside of [0, 1), a negative eps; in ``init``, a leaf that is not a
+        matrix, or whose rule splits the outputs.
 
     References:
       Vyas et al. 2024, "SOAP", arXiv:2409.11321; github.com/nikhilvyas/SOAP.
@@ -191,10 +193,16 @@ def soap_muon(
     Args:
       shampoo_beta: decay rate of G G^H and G^H G, whose eigenvectors P and Q are.
       precondition_frequency: steps from one refresh of P and Q to the next; None: 10.
+        Not below the ratio of a matrix's sides: fewer gradients leave part of the
+        longer side undetermined the first time.
       max_precond_dim: longer sides keep their own axes; None: 10,000.
 
     Returns:
       The optimizer. Updates have the gradients' dtypes.
+
+    Raises:
+      ValueError: ``precondition_frequency`` or ``max_precond_dim`` below 1; in
+        ``init``, a rule that splits the outputs.
 
     References:
       Vyas et al. 2024, "SOAP", arXiv:2409.11321; before Newton-Schulz in

@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, operands
-from muon2_optax.arguments import check_static
+from muon2_optax.arguments import check_names, check_static
 from muon2_optax.axes import ResolvedAxes, ShapeScale
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
@@ -29,6 +29,7 @@ from muon2_optax.sharding import locate
 ATTENTION_INPUTS = r"(^|/)(q|k|v|wq|wk|wv|query|key|value|[qkv]_proj)(/|$)"
 
 
+@check_names
 def orthogonalize_jointly(
     joint: str = ATTENTION_INPUTS,
     group_size: int | None = None,
@@ -55,6 +56,13 @@ def orthogonalize_jointly(
       ns_dtype: dtype of the products, as in ``newton_schulz``; None: float16 on GPU,
         bfloat16 on TPU, float32 on CPU.
       rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      A stateless transform. Updates keep shape and dtype.
+
+    Raises:
+      ValueError: ``group_size`` below 1; ``joint`` that is no regular expression.
+      ValueError, TypeError: what ``newton_schulz_orthogonalize`` refuses.
 
     References:
       Zhang et al. 2026, "TEON", arXiv:2601.23261.
@@ -185,6 +193,9 @@ def teon(
 
     Returns:
       The optimizer. Updates have the gradients' dtypes.
+
+    Raises:
+      ValueError: ``group_size`` below 1; ``joint`` that is no regular expression.
 
     References:
       Zhang et al. 2026, "TEON", arXiv:2601.23261 (no published code).

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 SMALL_SIDE, LARGE_RATIO = 8, 64
 # Where no side is larger, the tree is a toy and its sizes mean nothing.
 TOY = 64
-# Names, as words joined by "_", of the projections into attention heads and out of them.
+# Names, as words joined by "_", of the projections into heads and out of them.
 _TO_HEADS = re.compile(r"(to_)?(q|k|v|query|key|value)(_?proj(ection)?)?|w_?[qkv]")
 _ATTENTION = re.compile(r"attn|attention|(^|_)(att|mha|mhsa)(_|$)")
 _FROM_HEADS = re.compile(r"(to_)?(o|out|output)(_?proj(ection)?)?|w_?o|c_proj")

@@ -54,8 +54,8 @@ def warn_of(verdicts: Sequence[Verdict]) -> None:
     cases = [v.case for v in verdicts if v.doubt]
     if cases:
         warnings.warn(
-            f"{nothing}{len(cases)} leaves may be with the wrong optimizer; a rule settles"
-            f" each:\n{text_of(cases, paths)}",
+            f"{nothing}{len(cases)} leaves may be with the wrong optimizer; a rule"
+            f" settles each:\n{text_of(cases, paths)}",
             stacklevel=1,
         )
 
@@ -70,7 +70,7 @@ def require_rules(verdicts: Sequence[Verdict]) -> None:
     if not uncovered:
         return
     first, others = uncovered[0], len(uncovered) - 1
-    more = f", nor do {others} other leaves of rank 3 or more" if others else ""
+    more = f", nor have {others} other leaves of rank 3 or more" if others else ""
     cases = [v.case for v in uncovered]
     raise ValueError(
         f"{quote(first.path)} of shape {first.shape} has no matrix rule{more}."
