@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 import muon2_optax
-from muon2_optax import diagnostics
+from muon2_optax import diagnostics, ready_rules
 
 TITLES = {
     "optimizers": "Optimizers",
@@ -17,14 +17,13 @@ TITLES = {
     "classes": "Rules, schedules, shardings",
     "constants": "Constants",
     "diagnostics": "Diagnostics",
+    "ready_rules": "Ready rules",
 }
 
 
-# Constants have no docstrings that could be read from them.
-CONSTANTS = {
-    "REGISTRY": "The optimizers by name: ``REGISTRY['muon2'](0.02)``.",
-    "SCHEDULES": "The named coefficient schedules, each a ``Schedule``.",
-}
+# Constants that are plain tuples have no docstrings to read.
+_PAIRS = "The (pattern, axes) pairs of ``{}()``, for rules with pairs of your own."
+CONSTANTS = {name.upper(): _PAIRS.format(name) for name in ("maxtext", "levanter")}
 
 
 def public_names(module: Any) -> list[str]:
@@ -34,6 +33,16 @@ def public_names(module: Any) -> list[str]:
         name
         for name in names
         if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
+    ]
+
+
+def own_names(module: Any) -> list[str]:
+    """What ``module`` itself defines for its users: functions and constants."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if name.isupper() or getattr(value, "__module__", "") == module.__name__
+        if not name.startswith("_")
     ]
 
 
@@ -58,7 +67,10 @@ def _entries(module: Any, names: list[str]) -> Iterator[str]:
         elif callable(value):
             lines = [f".. autofunction:: {full}"]
         else:
-            lines = [f".. py:data:: {full}", "", f"   {CONSTANTS.get(name, '')}"]
+            # Constants have no docstrings of their own; their types may.
+            own = type(value).__module__.startswith("muon2_optax")
+            text = (type(value).__doc__ or "") if own else CONSTANTS.get(name, "")
+            lines = [f".. py:data:: {full}", "", f"   {text}"]
         yield "\n".join(["```{eval-rst}", *lines, "```"])
 
 
@@ -70,11 +82,14 @@ def page() -> str:
     parts = [
         "# API reference",
         "Everything here is `muon2_optax.NAME`; the diagnostics are"
-        " `muon2_optax.diagnostics.NAME`. Nothing else is public.",
+        " `muon2_optax.diagnostics.NAME`, the rules for public projects"
+        " `muon2_optax.ready_rules.NAME`. Nothing else is public.",
     ]
     for group in TITLES:
         if group == "diagnostics":
             found = (diagnostics, public_names(diagnostics))
+        elif group == "ready_rules":
+            found = (ready_rules, own_names(ready_rules))
         else:
             found = (muon2_optax, groups.get(group, []))
         if found[1]:
@@ -82,6 +97,8 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+# A page of the site, which help() can only name.
+_PAGE = re.compile(r"``docs/(\w+)\.md``")
 _LITERAL = re.compile(r"(``[^`]*``)")
 # What reStructuredText would read as a reference or as emphasis: |g|^2, x *= y.
 _SIGNS = re.compile(r"(?<!\\)(\||\*(?=\w)|(?<=\w)\*)")
@@ -98,6 +115,7 @@ def escape_docstring(app, what, name, obj, options, lines: list[str]) -> None:
         if indent is not None and line.strip() and depth <= indent:
             indent = None
         if indent is None and not line.lstrip().startswith((">>>", "...")):
+            line = _PAGE.sub(r":doc:`/\1`", line)
             parts = _LITERAL.split(line)
             parts[::2] = [_SIGNS.sub(r"\\\1", part) for part in parts[::2]]
             # A letter right after a literal, as in ``NamedSharding``s.

@@ -32,9 +32,10 @@ def newton_schulz(
         a matrix of its own. A zero matrix gives exactly zero. A matrix with a
         non-finite entry gives NaN and leaves the others of the stack alone.
       ns_steps: iterations K; 0 only normalizes. None: the rows of a table, else 3. May
-        be traced, at the price of a loop without the kernels; see ``plans.resolve``.
-      ns_coeffs: name of a schedule, a ``Schedule``, a triple or a (K, 3) table; see
-        ``plans.resolve``.
+        be traced, at the price of a loop without the kernels.
+      ns_coeffs: the name of a schedule in ``SCHEDULES``, a ``Schedule``, a triple, or
+        a (K, 3) table. A triple, and the one row of a table, serves every step; of more
+        rows each serves one step, and ``ns_steps`` must be their number.
       ns_dtype: dtype of the iteration's products. None: float16 on GPU, bfloat16 on
         TPU, float32 on CPU, by the platform that the program is compiled for; float64
         and complex inputs keep their own precision. The norm is taken in float32 or

@@ -31,13 +31,13 @@ class MatrixRules:
     """An ordered list of path patterns, first match wins.
 
     A pattern is a regular expression, searched in the leaf's path as it is printed and
-    in its normal form, ``"layers/0/attn/q_proj/kernel"`` (``routing.names``). Its value
-    says which axes form the matrix, or is None for "not a matrix" (AdamW). Leaves that
-    no pattern matches follow the defaults: what AdamW trains by its name
-    (``routing.kinds``), and every leaf of rank 0 or 1, goes to AdamW; other rank-2
-    leaves are matrices of shape (fan_in, fan_out), unless their neighbours say
-    otherwise (``bind``); leaves of higher rank go to AdamW with a warning, or raise
-    with ``strict=True``. Leaves without elements always go to AdamW.
+    in its normal form, the same in all frameworks: ``"layers/0/attn/q_proj/kernel"``.
+    Its value says which axes form the matrix, or is None for "not a matrix" (AdamW).
+    Leaves that no pattern matches follow the defaults. What is called an embedding, a
+    head, a norm, a bias, a router or the like goes to AdamW, and so does every leaf of
+    rank 0 or 1; other rank-2 leaves are matrices of shape (fan_in, fan_out), unless
+    their neighbours say otherwise (``bind``); leaves of higher rank go to AdamW with a
+    warning, or raise with ``strict=True``. Leaves without elements always go to AdamW.
 
     Attributes:
       patterns: ``((regex, MatrixAxes | None), ...)``.
@@ -46,8 +46,8 @@ class MatrixRules:
         embeddings and heads included; neighbours do not count, nothing is doubtful but
         what a tree of dimension numbers leaves out, and patterns are searched in the
         path as it is printed only.
-      leaves: what is known of single leaves, one ``LeafRule`` each. A pattern that
-        matches the leaf comes first, the defaults come after.
+      leaves: what ``of`` and ``bind`` know of single leaves. A pattern that matches
+        the leaf comes first, the defaults come after.
       allow_unused: accept patterns that match no leaf, as those for several models.
 
     >>> rules = MatrixRules(((r"attn/(q|k|v)/kernel", MatrixAxes(0, (1, 2))),
@@ -91,8 +91,10 @@ class MatrixRules:
           modules: what the parameters of other modules are: for a type of module (or
             its name), the axes of each parameter by its path below the module, None for
             AdamW: ``{MyLinear: {"w": MatrixAxes(-2, -1)}}``.
-          logical_axes: what further logical axis names stand for, as in
-            ``muon2_optax.models.logical_axes.LOGICAL_AXES``.
+          logical_axes: what further logical axis names stand for: ``"stack"``, one
+            matrix for each index; ``"adam"``, a table or vector; ``"window"``, the taps
+            of a convolution; any other word names a space, and neighbouring axes of one
+            space form one side of the matrix: ``{"my_heads": "attention"}``.
           **keywords: further arguments of a Linen module's call.
 
         Raises:

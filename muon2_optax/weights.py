@@ -83,10 +83,11 @@ def hyperball(
 
     Raises:
       ValueError: a negative ``learning_rate``; a ``radius`` that is not positive. In
-        ``init``, a matrix that is zero and has no ``radius``. Under ``jax.jit`` values are not known: there such a
-        matrix gets the radius 0, and its first update other than zero is NaN, as with
-        a ``radius`` that turns out not to be positive. On update, no ``params``, or
-        those of other updates; a leaf that is not a matrix under ``rules``.
+        ``init``, a matrix that is zero and has no ``radius``. Under ``jax.jit`` values
+        are not known: there such a matrix gets the radius 0, and its first update other
+        than zero is NaN, as with a ``radius`` that turns out not to be positive. On
+        update, no ``params``, or those of other updates; a leaf that is not a matrix
+        under ``rules``.
 
     References:
       Wen et al. 2025, "Fantastic Pretraining Optimizers 2.1: Hyperball Optimization".

@@ -2,7 +2,9 @@
 
 import ast
 import doctest
+import functools
 import importlib
+import inspect
 import pathlib
 import re
 import subprocess
@@ -106,3 +108,32 @@ def test_every_public_name_is_on_the_reference_page():
     assert {n for n in public if not n.split(".")[-1].startswith("_")} <= shown
     assert "muon2_optax.diagnostics.orthogonalization_report" in shown
     assert "## Optimizers" in result.stdout and "## Transforms" in result.stdout
+    assert {"muon2_optax.ready_rules.maxtext", "muon2_optax.ready_rules.levanter"} <= (
+        shown
+    )
+    data = re.findall(r"py:data:: (\S+)\n\n +(\S+)", result.stdout)
+    assert {name for name, _ in data} == {
+        *("muon2_optax.REGISTRY", "muon2_optax.SCHEDULES"),
+        *("muon2_optax.ready_rules.MAXTEXT", "muon2_optax.ready_rules.LEVANTER"),
+    }
+
+
+def test_docstrings_refer_to_public_names_only():
+    """What stands in double backquotes with a dot is found by who reads the page."""
+    inside = (
+        r"``(?:muon2_optax\.)?(plans|routing|models|kernels|axes|LeafRule)\b[^`]*``"
+    )
+    diagnostics = [n for n in dir(m2.diagnostics) if not n.startswith("_")]
+    for name in (*m2.__all__, *(f"diagnostics.{n}" for n in diagnostics)):
+        value = functools.reduce(getattr, name.split("."), m2)
+        methods = vars(value).values() if inspect.isclass(value) else ()
+        for each in (value, *methods):
+            doc = inspect.getdoc(each) or ""
+            assert not re.search(inside, doc), f"{name}: {re.search(inside, doc)}"
+
+
+def test_help_of_the_dictionaries():
+    assert "optimizers by name" in type(m2.REGISTRY).__doc__
+    assert "coefficient schedules" in type(m2.SCHEDULES).__doc__
+    with pytest.raises(TypeError):
+        m2.REGISTRY["muon3"] = m2.muon

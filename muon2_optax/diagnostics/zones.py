@@ -38,7 +38,7 @@ def scalar_map(ns_coeffs: Any, ns_steps: int | jax.Array, s: Any) -> jax.Array:
     """What K steps make of singular values s (any shape) that enter the first step.
 
     The normalization before that step is not included. Other arguments and errors are
-    those of ``plans.resolve``.
+    those of ``newton_schulz``.
     """
     plan = plans.resolve(ns_coeffs, ns_steps)
     s = jnp.asarray(s, dtypes.compute_dtype(jnp.result_type(s)))
@@ -64,7 +64,7 @@ def convergence_zones(
     aside too.
 
     Args:
-      ns_coeffs, ns_steps: as in ``plans.resolve``.
+      ns_coeffs, ns_steps: as in ``newton_schulz``.
       tolerance: the paper's epsilon.
 
     Raises:

@@ -1,7 +1,6 @@
 """The optimizers by name: what the contract tests and the trainer's options read."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
 
 import optax
 
@@ -20,22 +19,42 @@ from muon2_optax.optimizers.normuon import normuon as normuon
 from muon2_optax.optimizers.soap_muon import soap_muon as soap_muon
 from muon2_optax.optimizers.teon import teon as teon
 
-REGISTRY: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = (
-    MappingProxyType(
-        {
-            "muon": muon,
-            "muon2": muon2,
-            "muon2_f": muon2_f,
-            "normuon": normuon,
-            "adamuon": adamuon,
-            "dion": dion,
-            "muon_bp": muon_bp,
-            "teon": teon,
-            "muon_eq": muon_eq,
-            "soap_muon": soap_muon,
-            "muon_h": muon_h,
-            "muon2_h": muon2_h,
-            "muon2_f_h": muon2_f_h,
-        }
-    )
+Optimizer = Callable[..., optax.GradientTransformationExtraArgs]
+
+
+class Registry(Mapping[str, Optimizer]):
+    """The optimizers by name, which cannot be changed: ``REGISTRY["muon2"](0.02)``."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self._optimizers = dict(optimizers)
+
+    def __getitem__(self, name: str) -> Optimizer:
+        return self._optimizers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._optimizers)
+
+    def __len__(self) -> int:
+        return len(self._optimizers)
+
+    def __repr__(self) -> str:
+        return f"Registry({', '.join(self)})"
+
+
+REGISTRY: Mapping[str, Optimizer] = Registry(
+    {
+        "muon": muon,
+        "muon2": muon2,
+        "muon2_f": muon2_f,
+        "normuon": normuon,
+        "adamuon": adamuon,
+        "dion": dion,
+        "muon_bp": muon_bp,
+        "teon": teon,
+        "muon_eq": muon_eq,
+        "soap_muon": soap_muon,
+        "muon_h": muon_h,
+        "muon2_h": muon2_h,
+        "muon2_f_h": muon2_f_h,
+    }
 )

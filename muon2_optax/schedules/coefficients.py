@@ -131,7 +131,12 @@ def _safe(triples: Sequence[Triple], factor: float) -> tuple[Triple, ...]:
     return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in triples)
 
 
-SCHEDULES: dict[str, Schedule] = {
+class Schedules(dict[str, Schedule]):
+    """The named coefficient schedules, each a ``Schedule``: ``SCHEDULES["keller"]``."""
+
+
+SCHEDULES: dict[str, Schedule] = Schedules()
+SCHEDULES |= {
     # One triple, tuned for steep ascent at 0: singular values end within about
     # [0.7, 1.2] rather than at 1.
     "keller": Schedule(
