@@ -28,6 +28,9 @@ extensions = [
 exclude_patterns = ["_generated/pages.md", "_generated/result.md"]
 html_theme = "furo"
 html_title = f"muon2_optax {version}"
+# Pages are put together from the README and docstrings: their sources say less.
+html_show_sourcelink = False
+html_copy_source = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

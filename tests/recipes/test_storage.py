@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from routing import quick_compilation  # noqa: F401
 
 import muon2_optax as m2
@@ -50,6 +51,33 @@ def test_orbax(tmp_path):
     tx, params, state = trained(3)
     got = save_and_load(tmp_path, tx, params, state)
     assert_same(got, {"params": params, "state": state})
+
+
+def save_and_load_nnx(folder, optimizer, fresh):
+    """An ``nnx.Optimizer``, as the pure dictionary of its state; the model likewise."""
+    from orbax.checkpoint import v1 as ocp
+
+    ocp.save(folder / "10", nnx.to_pure_dict(nnx.state(optimizer)))
+
+    # In a new process: a fresh optimizer says what there is and where it belongs.
+    state = nnx.state(fresh)
+    like = jax.tree.map(ocp_shape, nnx.to_pure_dict(state))
+    nnx.replace_by_pure_dict(state, ocp.load(folder / "10", like))
+    nnx.update(fresh, state)
+
+
+def test_orbax_with_nnx(tmp_path):
+    def begin():
+        model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        tx = m2.muon2_f(0.02, adam_learning_rate=3e-3)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    (model, optimizer), (_, fresh) = begin(), begin()
+    for _ in range(2):
+        optimizer.update(model, jax.tree.map(jnp.sin, nnx.state(model, nnx.Param)))
+    save_and_load_nnx(tmp_path, optimizer, fresh)
+    assert int(fresh.step[...]) == 2
+    assert_same(nnx.state(fresh), nnx.state(optimizer))
 
 
 def save_and_load_with_manager(folder, tx, params, state):

@@ -41,7 +41,8 @@ def test_accumulation():
 
 def skipping_bad_steps():
     """A step whose gradients are not all finite changes nothing."""
-    return optax.apply_if_finite(m2.muon2(0.02), max_consecutive_errors=5)
+    tx = m2.muon2(0.02, adam_learning_rate=3e-3)
+    return optax.apply_if_finite(tx, max_consecutive_errors=5)
 
 
 def test_apply_if_finite():
@@ -55,7 +56,12 @@ def test_apply_if_finite():
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             np.testing.assert_array_equal(x, y)
     new, state = moved(tx, state, params, small_tree(1))
-    want, _ = moved(m2.muon2(0.02), start.inner_state, params, small_tree(1))
+    want, _ = moved(
+        m2.muon2(0.02, adam_learning_rate=3e-3),
+        start.inner_state,
+        params,
+        small_tree(1),
+    )
     for key in params:
         # The same step in another program.
         np.testing.assert_allclose(new[key], want[key], rtol=1e-5, atol=1e-6)
@@ -63,14 +69,15 @@ def test_apply_if_finite():
 
 def clipped():
     """Clipping comes before the optimizer, never after."""
-    return optax.chain(optax.clip_by_global_norm(1.0), m2.muon2(0.02))
+    tx = m2.muon2(0.02, adam_learning_rate=3e-3)
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
 
 
 def test_clipping_does_not_act_on_the_first_step():
     """It weighs steps against each other: the size of all gradients drops out."""
     params, grads = small_tree(0), small_tree(1)
     assert optax.tree.norm(grads) > 10
-    plain, tx = m2.muon2(0.02), clipped()
+    plain, tx = m2.muon2(0.02, adam_learning_rate=3e-3), clipped()
     want, state = moved(plain, plain.init(params), params, grads)
     got, clipped_state = moved(tx, tx.init(params), params, grads)
     for key in params:
@@ -85,7 +92,7 @@ def test_clipping_does_not_act_on_the_first_step():
 
 def with_average(params, steps, gradient):
     """An exponential moving average of the parameters, for evaluation."""
-    tx = m2.muon2(0.02)
+    tx = m2.muon2(0.02, adam_learning_rate=3e-3)
     state, average = tx.init(params), params
 
     @jax.jit
@@ -249,7 +256,8 @@ def train_lora(x, y, steps):
 
     model = Model(nnx.Rngs(0))
     rules = m2.MatrixRules(((r"lora_(a|b)$", m2.MatrixAxes(0, 1)),))
-    optimizer = nnx.Optimizer(model, m2.muon2(0.02, rules=rules), wrt=nnx.LoRAParam)
+    tx = m2.muon2(0.02, adam_learning_rate=3e-3, rules=rules)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
 
     @nnx.jit
     def step(model, optimizer):
