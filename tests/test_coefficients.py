@@ -254,3 +254,12 @@ def test_optimizers_refuse_bad_coefficients_when_built():
             build(0.1, ns_coeffs="kellr")
         with pytest.raises(ValueError, match="2 rows but ns_steps is 3"):
             build(0.1, ns_coeffs=ROWS[:2], ns_steps=3)
+
+
+@pytest.mark.parametrize("steps, least", [(5, 0.0016), (3, 0.019)])
+def test_where_kellers_coefficients_end(steps, least):
+    """The interval on the pages about numerics and migration, from float64."""
+    s = np.geomspace(least, 1.0, 200_001)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    assert 0.68 < s.min() < 0.69 and 1.202 < s.max() < 1.203
