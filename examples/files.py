@@ -1,6 +1,7 @@
 """Files that survive a kill and a full disk: whole or not at all, line by line."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -108,8 +109,8 @@ class RecordFile:
     def __init__(self, path: Path, *, new: bool = False):
         self._path = path
         try:
-            if new:
-                path.touch(exist_ok=False)
+            if new and path.exists() and path.stat().st_size:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             self._file = path.open("ab", buffering=0)
             # A last line that a kill cut off goes: the next would be joined to it.
             self._file.truncate(path.read_bytes().rfind(b"\n") + 1)

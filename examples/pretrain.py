@@ -55,16 +55,17 @@ def _pretrain(argv: Sequence[str] | None) -> None:
     with contextlib.ExitStack() as stack, _advice_for_full_memory():
         if first:
             stack.enter_context(runs.locked(folder))
+            runs.check_free(folder, config)  # another may have come first
         made = setup.prepare(config, data)
         done = runs.earlier_results(folder, config)  # before anything is written
         changes = runs.check_text(folder, config, data.about["digest"])
         plans = made.plans()
+        if first:  # before the records: what has them can be continued
+            _write_down(made, folder)
         report = Report(config, folder, [plan.name for plan in plans])
         stack.enter_context(report)
         received = stack.enter_context(train.signals())
         stack.enter_context(jax.set_mesh(made.mesh))
-        if first:
-            _write_down(made, folder)
         _describe(made, report, changes)
         for plan in plans:
             if plan.name not in done:

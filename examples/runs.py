@@ -29,9 +29,11 @@ _FREE = frozenset(
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run was started there."""
-    names = (SETTINGS_FILE, METRICS_FILE, CHECKPOINT_FOLDER)
-    return any((folder / name).exists() for name in names)
+    """Whether a run was started there; records that are empty are none."""
+    metrics = folder / METRICS_FILE
+    recorded = metrics.exists() and metrics.stat().st_size > 0
+    names = (SETTINGS_FILE, CHECKPOINT_FOLDER)
+    return recorded or any((folder / name).exists() for name in names)
 
 
 def stored_settings(folder: Path) -> dict[str, Any]:
@@ -83,14 +85,19 @@ def claim_folder(config: Config) -> Path:
     new = (Path("runs", str(number)) for number in itertools.count(1))
     free = (folder for folder in new if not folder.exists())
     folder = next(free) if config.run.out is None else Path(config.run.out)
-    taken = config.save.resume == "no" and holds_run(folder)
-    remedy = "already holds a run; choose another, or --resume it"
-    check(not taken, f"--out {folder}: {remedy}")
+    check_free(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}") from None
     return folder
+
+
+def check_free(folder: Path, config: Config) -> None:
+    """A new run must not begin where another has begun."""
+    taken = config.save.resume == "no" and holds_run(folder)
+    remedy = "already holds a run; choose another, or --resume it"
+    check(not taken, f"--out {folder}: {remedy}")
 
 
 @contextlib.contextmanager
