@@ -104,6 +104,8 @@ def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
     for part in parts:
         if int(digest(found[part])) != int(found["counters"][f"{part}_digest"]):
             raise ValueError("its numbers are not those that were saved")
+    if (saved := int(found["counters"]["step"])) != step:
+        raise ValueError(f"it is that of step {saved} under another name")
     if not bool(all_finite(found["params"])):
         raise ValueError("its parameters are not finite numbers")
     return found

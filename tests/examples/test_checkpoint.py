@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks import evaluate, plot
-from examples import checkpoint, sample, step
+from examples import checkpoint, export, sample, step
 from examples.config import parse
 from examples.data import loader
 from examples.files import RecordFile, WriteFailed, read_metrics
@@ -179,6 +179,24 @@ def test_damaged_parameters_are_neither_sampled_nor_evaluated(
     argv = ["--run", str(folder), "--task-data", str(tmp_path)]
     assert evaluate.main(argv) == 2
     assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_a_checkpoint_under_the_number_of_another_is_not_read(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cut_back(finished, tmp_path / "run", "12")
+    place = folder / "checkpoints" / "muon2"
+    shutil.copytree(place / "4", place / "11")
+    said = "step 11 is unreadable .*it is that of step 4 under another name"
+    with pytest.raises(UserError, match=said):
+        checkpoint.load_params(folder)
+    out = str(tmp_path / "x.safetensors")
+    assert export.main(["--run", str(folder), "--step", "11", "--out", out]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["--resume", "--out", str(folder)]) == 0  # from step 8
+    said = "checkpoint of step 11 skipped: ValueError: it is that of step 4"
+    assert said in capsys.readouterr().out
+    assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
 
 
 def test_parameters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
