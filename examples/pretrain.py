@@ -129,8 +129,8 @@ def _write_down(setup: "Setup", folder: Path) -> None:
 
     config, tokenizer = setup.config, setup.data.tokenizer
     digest = setup.data.about["digest"]
-    runs.store_settings(folder, config, tokenizer.vocab_size, digest)
-    tokenizer.save(folder / FILE)
+    saved = tokenizer.save(folder / FILE)
+    runs.store_settings(folder, config, tokenizer.vocab_size, digest, saved)
     routing = matrix_rules(config.model).describe(setup.params) + "\n"
     write_atomically(folder / "parameters.txt", [routing.encode()])
 

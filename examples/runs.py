@@ -152,8 +152,14 @@ def check_text(folder: Path, config: Config, digest: str) -> list[str]:
     return changes
 
 
-def store_settings(folder: Path, config: Config, vocab_size: int, digest: str) -> None:
-    """Write `config.json`; `digest` names the tokens of the run."""
+def store_settings(
+    folder: Path, config: Config, vocab_size: int, digest: str, tokenizer: str = ""
+) -> None:
+    """Write `config.json`; `digest` names the tokens of the run.
+
+    `tokenizer` is the SHA-256 of its `tokenizer.json`.
+    """
     content = {"config": dataclasses.asdict(config), "vocab_size": vocab_size}
     content |= {"text": digest, "version": _VERSION}
+    content |= {"tokenizer": tokenizer}
     write_json(folder / SETTINGS_FILE, content)

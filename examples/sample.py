@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples import options
+from examples import options, runs
 from examples.checkpoint import load_params
 from examples.config import ModelConfig, TrainedConfig
 from examples.data import tokens as tok
@@ -55,7 +55,8 @@ def load_model(
     """The parameters and the tokenizer of a run; see `load_params`."""
     params, config, _ = load_params(run, optimizer, step)
     file = Path(run, tok.FILE)
-    tokenizer = tok.load_tokenizer(file)
+    known = runs.stored_settings(Path(run)).get("tokenizer")  # not of earlier runs
+    tokenizer = tok.load_tokenizer(file, known)
     _, init = make_model(config.model, tokenizer.vocab_size)
     wanted = jax.tree.map(lambda x: x.shape, jax.eval_shape(init, jax.random.key(0)))
     same = wanted == jax.tree.map(lambda x: x.shape, params)

@@ -1,5 +1,6 @@
 """Turn documents into one stream of token ids, each document ended by a separator."""
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,8 +42,13 @@ class ByteTokenizer:
         """The text of some tokens, separators left out."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def save(self, path: Path) -> None:
-        write_atomically(path, [b'{"model": {"type": "bytes"}}\n'])
+    def content(self) -> bytes:
+        """The file in which the tokenizer is kept."""
+        return b'{"model": {"type": "bytes"}}\n'
+
+    def save(self, path: Path) -> str:
+        """Write the file; returns its SHA-256."""
+        return write_atomically(path, [self.content()])
 
 
 class SubwordTokenizer:
@@ -77,9 +83,12 @@ class SubwordTokenizer:
         known = [i for i in map(int, ids) if i != self.end_id]
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
-    def save(self, path: Path) -> None:
+    def content(self) -> bytes:
+        return self._tokenizer.to_str(pretty=True).encode()
+
+    def save(self, path: Path) -> str:
         # Its own `save` raises bare Exception where the file cannot be written.
-        write_atomically(path, [self._tokenizer.to_str(pretty=True).encode()])
+        return write_atomically(path, [self.content()])
 
 
 Tokenizer = ByteTokenizer | SubwordTokenizer
@@ -119,15 +128,24 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:
     return SubwordTokenizer(tokenizer, f"bpe {tokenizer.get_vocab_size()}")
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a `tokenizer.json`, of the `tokenizers` library or of `ByteTokenizer`."""
+def load_tokenizer(path: Path, sha256: str | None = None) -> Tokenizer:
+    """Read a `tokenizer.json`, of the `tokenizers` library or of `ByteTokenizer`.
+
+    It must have this SHA-256, if one is known.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        raw = path.read_bytes()
+        said = "altered or damaged (its SHA-256 is another); put back a copy of it"
+        same = not sha256 or hashlib.sha256(raw).hexdigest() == sha256
+        check(same, f"{path}: {said}")
+        text = raw.decode()
         if json.loads(text)["model"].get("type") == "bytes":
             return ByteTokenizer()
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except OSError as error:
         raise UserError(f"--tokenizer {path}: {error.strerror}") from None
+    except UserError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
     return SubwordTokenizer(tokenizer, str(path))

@@ -16,7 +16,7 @@ from flax import nnx
 from benchmarks import evaluate
 from benchmarks.evaluate import Request
 from benchmarks.tasks import TASKS, read_task
-from examples import files, sample
+from examples import files, runs, sample
 from examples.config import parse
 from examples.data import tokens as tok
 from examples.files import WriteFailed
@@ -258,6 +258,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch, params: Any, tmp_path: Path) -> 
     """A run's parameters, without a run."""
     found = params, CONFIG, None
     monkeypatch.setattr(sample, "load_params", lambda *_, **__: found)
+    monkeypatch.setattr(runs, "stored_settings", lambda _: {})
 
 
 def test_a_run_is_evaluated_and_recorded(
