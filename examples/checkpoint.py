@@ -289,20 +289,3 @@ def load_params(
             remedy = f"name another with --step {there}, or put back a copy"
             raise UserError(f"{place}: {said}; {remedy}") from None
     return found["params"], config, found.get("opt_state")
-
-
-def load_initial(
-    run_folder: str, optimizer: str, params: Any, transform: Any
-) -> tuple[Any, Any]:
-    """The parameters of --init-from and, given its transform, the optimizer's state.
-
-    `params` are the shapes of this run's parameters and where they live.
-    """
-    old = optim.plans(runs.stored_config(Path(run_folder)).optim, steps=1)
-    name = optimizer if len(old) > 1 or transform is not None else None
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    found, _, opt_state = load_params(run_folder, name, mesh=mesh, transform=transform)
-    shapes = [jax.tree.map(lambda x: x.shape, tree) for tree in (params, found)]
-    said = "its parameters are not of the shapes of this run's model and vocabulary"
-    check(shapes[0] == shapes[1], f"--init-from {run_folder}: {said}")
-    return found, opt_state

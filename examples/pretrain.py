@@ -43,7 +43,7 @@ def _pretrain(argv: Sequence[str] | None) -> None:
     # Imported late: a bad option is reported without waiting for JAX.
     import jax
 
-    from examples import optim, plot, setup, train
+    from examples import initial, optim, plot, setup, train
     from examples.data import loader
     from examples.report import Report
 
@@ -60,6 +60,9 @@ def _pretrain(argv: Sequence[str] | None) -> None:
         done = runs.earlier_results(folder, config)  # before anything is written
         changes = runs.check_text(folder, config, data.about["digest"])
         plans = made.plans()
+        if config.run.init_from and not runs.holds_run(folder):
+            for plan in plans:  # what is refused leaves the folder free
+                initial.load(made, plan)
         if first:  # before the records: what has them can be continued
             _write_down(made, folder)
         report = Report(config, folder, [plan.name for plan in plans])

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import examples.step as steps
-from examples import checkpoint, export, optim, sample
+from examples import checkpoint, initial, optim, sample
 from examples.data.loader import prefetch
 from examples.files import WriteFailed
 from examples.mesh import peak_flops, peak_memory
@@ -141,17 +141,11 @@ class Training:
 
     def _first_state(self, abstract: steps.TrainState) -> steps.TrainState:
         """Of new parameters, or of those of the run that --init-from names."""
-        setup, source = self._setup, self._run.init_from
-        transform = self._plan.transform
-        if source is None:
+        setup, transform = self._setup, self._plan.transform
+        if self._run.init_from is None:
             key = jax.random.key(self._run.seed)
             return steps.initial_state(setup.init, transform, abstract, key)
-        wanted, old = transform if self._run.init_optimizer else None, None
-        if source.endswith(export.SUFFIX):
-            params = export.load(Path(source), setup.config.model, setup.params)
-        else:
-            known = self._name, setup.params, wanted
-            params, old = checkpoint.load_initial(source, *known)
+        params, old = initial.load(setup, self._plan)
         state = steps.initial_state(lambda p: p, transform, abstract, params)
         if old is None:
             return state

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from examples import report, runs
+from examples import report, runs, sample
+from examples.data import tokens as tok
 from examples.files import RecordFile
 from examples.pretrain import main
 
@@ -35,3 +36,44 @@ def test_a_run_killed_before_its_first_record_goes_on(
     assert not runs.holds_run(tmp_path)
     assert main([*argv[:-1], "no"]) == 0
     assert main([*argv[:-1], "no"]) == 2
+
+
+def fails(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_run_begins_with_weights_that_mean_the_same_to_it(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is refused leaves the folder free for the corrected command."""
+    coders = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, text in zip(coders, (b"to be or not to be " * 9, b"all that glitters")):
+        tok.train_bpe([text], 259).save(path)
+    old, out = tmp_path / "old", tmp_path / "out"
+    assert main([*argv, "--tokenizer", str(coders[0]), "--out", str(old)]) == 0
+    argv = [*argv, "--init-from", str(old), "--out", str(out), "--tokenizer"]
+    capsys.readouterr()
+    assert "the tokenizer's hash is" in fails([*argv, str(coders[1])], capsys)
+    argv += [str(coders[0])]
+    assert "--heads is 2 there, 4 here" in fails([*argv, "--heads", "4"], capsys)
+    err = fails([*argv, "--rope-theta", "500"], capsys)
+    assert "--rope-theta is 10000.0 there, 500.0 here" in err
+    nowhere = [*argv, "--init-from", str(tmp_path / "nowhere")]
+    assert "no run there" in fails(nowhere, capsys)
+    for name in ("nowhere.safetensors", "a.json.safetensors"):
+        (tmp_path / "a.json.safetensors").write_bytes(b"no tensors")
+        assert "--init-from" in fails([*argv, "--init-from", name], capsys)
+    assert not runs.holds_run(out)
+    assert main([*argv]) == 0
+    # One letter of the source's tokenizer, with the size that it had.
+    file = old / tok.FILE
+    raw = file.read_text(encoding="utf-8")
+    assert raw.count('"!"') == 1
+    file.write_text(raw.replace('"!"', '"¿"'), encoding="utf-8")
+    capsys.readouterr()
+    assert sample.main(["--run", str(old)]) == 2
+    err = capsys.readouterr().err
+    assert "tokenizer.json: altered or damaged" in err and err.count("\n") == 1
