@@ -155,7 +155,8 @@ def evaluate_tasks(
     batch_tokens: int = 16_384,
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
     """(task, questions, metrics) for each task, from local files."""
-    names = [name.strip() for name in tasks.split(",")]
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    check(bool(names), "--tasks names no task")
     if names == ["all"]:
         names = [name for name, task in TASKS.items() if (folder / task.file).exists()]
         files = ", ".join(task.file for task in TASKS.values())

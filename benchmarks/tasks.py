@@ -45,6 +45,24 @@ class Task(NamedTuple):
     normalized: bool = False  # whether the harness reports acc_norm
 
 
+def _texts(values: Any) -> tuple[str, ...]:
+    """A list of texts; `TypeError` if it is something else."""
+    if not isinstance(values, list) or not all(isinstance(x, str) for x in values):
+        raise TypeError(f"{values!r} is not a list of texts")
+    return tuple(values)
+
+
+def _check(question: Question) -> None:
+    """`ValueError` if one of the answers is no text, or the right one is not there."""
+    for context, answer in question.pairs:
+        if not answer.strip():
+            raise ValueError("an answer is empty")
+        (context + answer).encode()  # half a surrogate pair is no text
+    gold, count = question.gold, len(question.pairs)
+    if type(gold) is not int or not 0 <= gold < count:
+        raise ValueError(f"the right answer is {gold!r}, of {count}")
+
+
 def _last_word(record: Any) -> Question:
     return Question([(record["context"], " " + record["continuation"])])
 
@@ -53,20 +71,21 @@ def _choices(
     record: Any, after_query: str = "", query: Callable[[str], str] = str
 ) -> Question:
     """A query, changed and with words after it, and answers to choose from."""
-    context, choices = query(record["query"]) + after_query, tuple(record["choices"])
+    context, choices = query(record["query"]) + after_query, _texts(record["choices"])
     pairs = [(context, f" {choice}") for choice in choices]
     return Question(pairs, record["gold"], choices)
 
 
 def _winogrande(record: Any) -> Question:
     continuation = " " + record["continuation"]
-    pairs = [(option, continuation) for option in record["context_options"]]
+    pairs = [(option, continuation) for option in _texts(record["context_options"])]
     return Question(pairs, record["gold"])
 
 
 def _copa(record: Any) -> Question:
     """The harness writes no comma, and two spaces before the answer."""
-    choices = [f" {choice[:1].lower()}{choice[1:]}" for choice in record["choices"]]
+    found = _texts(record["choices"])
+    choices = [f" {choice[:1].lower()}{choice[1:]}" for choice in found]
     without_comma = partial(re.sub, r", (because|therefore)$", r" \1")
     return _choices(record | {"choices": choices}, query=without_comma)
 
@@ -113,7 +132,7 @@ def read_task(name: str, folder: Path, limit: int = 0) -> list[Question]:
         try:
             record = lines[start : start + size]
             question = task.read(json.loads(record[0]) if size == 1 else record)
-            question.pairs[question.gold]  # an answer that is there
+            _check(question)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
             place = f"{path}, line {start + 1}"

@@ -206,6 +206,12 @@ def test_prompts(task_data: Path) -> None:
         ("{", "line 1: not a record of piqa"),
         ('{"query": "q", "choices": ["a"], "gold": 1}', "not a record of piqa"),
         ('{"query": "q"}', "not a record of piqa"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": -2}', "answer is -2, of 2"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": false}', "answer is False"),
+        ('{"query": "q", "choices": "abc", "gold": 0}', "'abc' is not a list"),
+        ('{"query": "q", "choices": ["a", 3], "gold": 0}', "is not a list of texts"),
+        ('{"query": "q", "choices": ["a", " "], "gold": 0}', "an answer is empty"),
+        ('{"query": "\\udcff", "choices": ["a"], "gold": 0}', "surrogates"),
         ("", "no question"),
         (None, "No such file"),
     ],
@@ -287,6 +293,7 @@ def test_a_run_is_evaluated_and_recorded(
         ([], "--run FOLDER"),
         (["--run", "x"], "--task-data FOLDER"),
         (["--run", "x", "--task-data", ".", "--tasks", "some"], "some: unknown"),
+        (["--run", "x", "--task-data", ".", "--tasks", " , "], "names no task"),
     ],
 )
 def test_errors_are_one_line(
