@@ -1,11 +1,12 @@
 """Figures of runs: losses, learning rates and gradient norms of their records."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.files import WriteFailed, read_metrics
-from examples.options import check
+from examples.files import read_metrics, write_atomically
+from examples.options import UserError, check
 from examples.runs import METRICS_FILE
 
 Records = list[dict[str, Any]]
@@ -82,11 +83,14 @@ def plot_runs(folders: Sequence[Path], target: Path) -> Path:
 
 
 def save(figure: Any, target: Path) -> Path:
-    """Write a figure to a file."""
+    """Write a figure to a file, atomically; its suffix says in which format."""
+    content = io.BytesIO()
     try:
-        figure.savefig(target, dpi=120)
-    except OSError as error:
-        raise WriteFailed(target, error) from None
+        figure.savefig(content, format=target.suffix[1:] or "none", dpi=120)
+    except ValueError as error:
+        said = f"{target}: its name does not end as that of a figure ({error})"
+        raise UserError(said) from None
     finally:
         pyplot().close(figure)
+    write_atomically(target, [content.getvalue()])
     return target
