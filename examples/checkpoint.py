@@ -226,12 +226,15 @@ class Store:
     def _set_aside(self, steps: list[int]) -> None:
         if steps and jax.process_index() == 0:
             place = self._folder.parent.parent / "damaged"
-            place.mkdir(exist_ok=True)
-            for step in steps:
-                name, number = f"{self._folder.name}-{step}", 1
-                while (target := place / f"{name}-{number}").exists():
-                    number += 1
-                (self._folder / str(step)).rename(target)
+            try:
+                place.mkdir(exist_ok=True)
+                for step in steps:
+                    name, number = f"{self._folder.name}-{step}", 1
+                    while (target := place / f"{name}-{number}").exists():
+                        number += 1
+                    (self._folder / str(step)).rename(target)
+            except OSError as error:
+                raise WriteFailed(place, error) from None
         if steps:
             self._manager.reload()
 

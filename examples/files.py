@@ -17,6 +17,9 @@ _CURVE = ("optimizer", "step", "tokens", "seconds", "loss")
 # What the trainer and the plots read out of a record, by its kind.
 _NEEDED = {"train": _CURVE, "eval": _CURVE, "skipped": ("optimizer", "step")}
 _NEEDED |= {"resumed": ("optimizer", "step"), "result": ("optimizer", "steps")}
+_TYPES: dict[str, tuple[type, ...]] = dict.fromkeys(("step", "steps"), (int,))
+_TYPES |= dict.fromkeys(("tokens", "seconds"), (int, float))
+_TYPES |= {"optimizer": (str,), "loss": (int, float, type(None))}
 
 
 class WriteFailed(UserError):
@@ -93,9 +96,11 @@ def read_metrics(path: Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line.decode())
-            missing = [k for k in _NEEDED.get(record["kind"], ()) if k not in record]
-            if missing:
-                raise ValueError(f"no {missing[0]!r} in it")
+            for key in _NEEDED.get(record["kind"], ()):
+                if key not in record:
+                    raise ValueError(f"no {key!r} in it")
+                if type(record[key]) not in _TYPES[key]:
+                    raise ValueError(f"{key!r} is {record[key]!r}")
         except (ValueError, TypeError, KeyError) as error:
             said = f"{path}: line {number} is damaged ({error}); put back a copy"
             raise UserError(f"{said} of the file, or remove the line") from None

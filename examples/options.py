@@ -43,6 +43,8 @@ def run_command(name: str, run: Callable[[], int | None]) -> int:
         return run() or 0
     except UserError as error:
         said, code = f"error: {error}", error.code
+    except PermissionError as error:
+        said, code = f"error: {error.filename}: {error.strerror}", 2
     except Interrupted as stopped:
         said, code = str(stopped), stopped.code
     except KeyboardInterrupt:

@@ -44,8 +44,9 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, tokenizer: tok.Tokenizer, params: Any) -> "Model":
-        """The model whose experts serve every token."""
-        graphdef, _ = make_model(config.without_drops(), tokenizer.vocab_size)
+        """The model whose experts serve every token, on any device."""
+        config = dataclasses.replace(config.without_drops(), attention="auto")
+        graphdef, _ = make_model(config, tokenizer.vocab_size)
         return cls(graphdef, params, tokenizer, config.seq_len)
 
 

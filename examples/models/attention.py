@@ -13,6 +13,7 @@ from flax import nnx
 from examples.config import ModelConfig
 from examples.mesh import BATCH, constrain
 from examples.models.layers import Linear, out_gain
+from examples.options import check
 
 Rotation = tuple[jax.Array, jax.Array]
 _QUERIES = 512
@@ -51,10 +52,12 @@ def rotate(x_BxLxHxK: jax.Array, rotation: Rotation) -> jax.Array:
 
 def _kernel(config: ModelConfig) -> Literal["xla", "cudnn"]:
     """The attention kernel for `--attention`; cuDNN has limits that XLA has not."""
-    if config.attention != "auto":
-        return config.attention
     width = config.dim // config.heads
     gpu = jax.default_backend() == "gpu" and config.dtype == "bfloat16"
+    if config.attention != "auto":
+        said = "--attention cudnn needs a GPU and --dtype bfloat16; auto chooses"
+        check(gpu or config.attention == "xla", said)
+        return config.attention
     return "cudnn" if gpu and width <= 128 and width % 8 == 0 else "xla"
 
 

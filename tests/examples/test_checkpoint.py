@@ -138,6 +138,15 @@ def test_a_damaged_checkpoint_is_skipped_and_set_aside(
     assert list(losses(folder)) == list(range(1, 14))
 
 
+def test_a_damaged_checkpoint_that_cannot_be_moved_is_one_line(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints" / "soap"
+    (place / "3").mkdir(parents=True)
+    (tmp_path / "damaged").write_text("a file")
+    with contextlib.closing(checkpoint.Store(place, keep=1)) as store:
+        with pytest.raises(WriteFailed, match="damaged could not be written"):
+            store._set_aside([3])
+
+
 def test_when_nothing_is_readable_nothing_is_touched(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,17 @@ def test_bad_options(
     assert said in fails_with_one_line(capsys, argv)
 
 
+def test_a_folder_that_may_not_be_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    err = fails_with_one_line(capsys, ["--data", "closed/texts"])
+    assert "closed/texts" in err and "Permission denied" in err
+
+
 def test_bad_option_in_a_process_of_its_own() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "examples.pretrain", "--layers", "two"],

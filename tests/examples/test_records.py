@@ -42,7 +42,13 @@ def test_a_line_that_a_kill_cut_off_is_removed_before_the_next(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "line", [b"5", b"\xff", b'{"kind": "tra', b"{}", b'{"kind": "train"}', b"[]", b""]
+    "line",
+    [
+        *(b"5", b"\xff", b'{"kind": "tra', b"{}", b'{"kind": "train"}', b"[]", b""),
+        json.dumps(TRAIN | {"step": "7"}).encode(),
+        json.dumps(TRAIN | {"seconds": None}).encode(),
+        json.dumps(TRAIN | {"optimizer": 3}).encode(),
+    ],
 )
 def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
