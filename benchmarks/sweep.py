@@ -33,6 +33,7 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
         name, _, values = text.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         check(name in known, f"--set {text}: no option {name!r} that can be varied")
+        check(name not in grid, f"--set {text}: {name} is given twice; use commas")
         # Commas separate values; a plus joins optimizers or mesh axes in one value.
         grid[name] = [value.strip() for value in values.split(",") if value.strip()]
         check(bool(grid[name]), f"--set {text}: no values")

@@ -267,6 +267,21 @@ class Config:
 SECTIONS: dict[str, type[Options]] = {"model": ModelConfig, "data": DataConfig}
 SECTIONS |= {"optim": OptimConfig, "run": RunConfig, "save": SaveConfig}
 
+_BPE = lambda given: given["tokenizer"] == "bpe", "with --tokenizer bpe"
+_FALLS = lambda given: given["schedule"] != "constant", "in a schedule that falls"
+_MOE = lambda given: given["model"].startswith("moe"), "in a mixture of experts"
+_TURNS = lambda given: not given["model"].startswith("gpt"), "on angles, not in a GPT"
+_WSD = lambda given: given["schedule"] == "wsd", "with --schedule wsd"
+CONDITIONS: options.Conditions = {
+    "vocab_size": _BPE,
+    "final_lr_fraction": _FALLS,
+    "decay_fraction": _WSD,
+    "capacity_factor": _MOE,
+    "balance_loss": _MOE,
+    "router_z_loss": _MOE,
+    "rope_theta": _TURNS,
+}
+
 
 def parse(
     argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
@@ -274,4 +289,4 @@ def parse(
     """Read the command line; `UserError`, of one line, for a bad option."""
     prog = "python -m examples.pretrain"
     about = "Train a language model on real text and compare optimizers."
-    return Config(**options.parse(SECTIONS, argv, prog, about, defaults))
+    return Config(**options.parse(SECTIONS, argv, prog, about, defaults, CONDITIONS))

@@ -32,6 +32,7 @@ CHOICES: dict[str, dict[str, Any]] = {"muon2_f_h": {"ns_coeffs": "muon2"}}
 # Options handed on to every optimizer that has a parameter of that name.
 _OVERRIDES = ("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov", "shape_scale")
 _OVERRIDES += ("mu_dtype", "adam_learning_rate")
+_DECAYS = ("weight_decay", "adam_weight_decay")
 _UNDECAYED = re.compile(r"norm|scale|bias")
 
 
@@ -117,8 +118,9 @@ def _select(config: OptimConfig) -> list[str]:
         listed = f"(known: {', '.join(known)}, all)"
         check(name in known, f"--optimizer: unknown name {name!r} {listed}")
     accepted = {key for n in names for key in inspect.signature(known[n]).parameters}
-    for key in _OVERRIDES:
-        applies = getattr(config, key) is None or key in accepted
+    usual = OptimConfig()
+    for key in (*_OVERRIDES, *_DECAYS):
+        applies = getattr(config, key) == getattr(usual, key) or key in accepted
         check(applies, f"{flag(key)} does not apply to {', '.join(names)}")
     return names
 
@@ -136,9 +138,7 @@ def _plan(
     chosen |= {f"adam_{key}": value for key, value in ADAM.items()}
     chosen |= {key: value for key, value in asked.items() if value is not None}
     chosen |= {"adam_learning_rate": shaped(adam_peak)} | given
-    chosen |= {
-        key: getattr(config, key) for key in ("weight_decay", "adam_weight_decay")
-    }
+    chosen |= {key: getattr(config, key) for key in _DECAYS}
     keywords = {key: value for key, value in chosen.items() if key in parameters}
     try:
         optimizer = factory(shaped(peak), **keywords)

@@ -13,6 +13,9 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
+# Of options that would else be ignored: whether they act, given all values by field,
+# and where they do, in words.
+Conditions = Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], str]]
 _LARGEST = 2**31 - 1  # of whole numbers: steps and token ids are counted in 32 bits
 
 
@@ -133,10 +136,12 @@ def parse(
     prog: str,
     description: str,
     defaults: Mapping[str, Any] | None = None,
+    conditions: Conditions | None = None,
 ) -> dict[str, Any]:
     """One instance of each section; `UserError`, of one line, for a bad option.
 
     `defaults` are values by field that take the place of the declared ones.
+    Options whose `conditions` do not hold must be left at their defaults.
     """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     for name, section in sections.items():
@@ -148,12 +153,21 @@ def parse(
             text = field.metadata["help"].replace("%", "%%") + shown
             kwargs = _flag_kwargs(field, hints[field.name])
             group.add_argument(flag(field.name), default=default, help=text, **kwargs)
-    return build(sections, vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
+    for name, (acts, where) in (conditions or {}).items():
+        unchanged = given[name] == parser.get_default(name)
+        check(unchanged or acts(given), f"{flag(name)} acts only {where}")
+    return build(sections, given)
 
 
 def parse_one(
-    section: type, argv: Sequence[str] | None, about: str, package: str = "examples"
+    section: type,
+    argv: Sequence[str] | None,
+    about: str,
+    package: str = "examples",
+    conditions: Conditions | None = None,
 ) -> Any:
     """The options of a command that has one section of them."""
     name = section.__name__.removesuffix("Config").lower()
-    return parse({name: section}, argv, f"python -m {package}.{name}", about)[name]
+    words = argv, f"python -m {package}.{name}", about
+    return parse({name: section}, *words, conditions=conditions)[name]

@@ -49,6 +49,17 @@ class PrepareConfig(Options):
         return Corpus(self.data, self.val_fraction, reader=reader)
 
 
+_CONDITIONS: dict[str, Any] = {
+    field.name: (lambda given: given["verify"] is None, "without --verify")
+    for field in dataclasses.fields(PrepareConfig)
+    if field.name != "verify"
+}
+_CONDITIONS["vocab_size"] = (
+    lambda given: given["verify"] is None and given["tokenizer"] == "bpe",
+    "with --tokenizer bpe",
+)
+
+
 def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
     """A new folder with a tokenizer, or that of a preparation that was stopped."""
     path = Path(config.out or "")
@@ -138,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         about = "Turn text into token shards."
-        config: PrepareConfig = options.parse_one(PrepareConfig, argv, about)
+        known = {"argv": argv, "about": about, "conditions": _CONDITIONS}
+        config: PrepareConfig = options.parse_one(PrepareConfig, **known)
         try:
             if config.verify is None:
                 folder = prepare(config)

@@ -60,6 +60,17 @@ def fails_with_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> 
         (["--resume", "--out", "no/such/run"], "no run there"),
         (["--schedule", "square"], "square"),
         (["--keep", "0"], "--keep"),
+        (["--decay-fraction", "0.3"], "--decay-fraction acts only with --schedule"),
+        (["--schedule", "constant", "--final-lr-fraction", "0.3"], "that falls"),
+        (["--vocab-size", "512"], "--vocab-size acts only with --tokenizer bpe"),
+        (["--router-z-loss", "0.1"], "--router-z-loss acts only in a mixture"),
+        (["--balance-loss", "0"], "--balance-loss acts only in a mixture"),
+        (["--model", "gpt_tiny", "--capacity-factor", "2"], "only in a mixture"),
+        (["--model", "gpt_tiny", "--rope-theta", "500"], "not in a GPT"),
+        (
+            ["--optimizer", "muon2_f_h", "--weight-decay", "1"],
+            "--weight-decay does not",
+        ),
         (["stray"], "stray"),
     ],
 )

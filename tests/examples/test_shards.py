@@ -1,5 +1,6 @@
 """Token shards: reading them is reading one array, and damage is named."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -213,9 +214,12 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 def test_another_tokenizer_than_that_of_the_shards_is_refused(folder: Path) -> None:
     for option in (
         ("--tokenizer", "bpe"),
-        ("--vocab-size", "512"),
         ("--max-bytes", "1000"),
         ("--val-fraction", "0.1"),
     ):
         with pytest.raises(UserError, match=f"{option[0]}: token shards bring their"):
             loader.load(parse(["--data", str(folder), *option]))
+    config = parse(["--data", str(folder)])
+    size = dataclasses.replace(config.data, vocab_size=512)
+    with pytest.raises(UserError, match="--vocab-size: token shards bring their"):
+        loader.load(dataclasses.replace(config, data=size))

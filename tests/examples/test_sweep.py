@@ -80,6 +80,7 @@ def test_a_diverging_run_is_a_dash_and_the_others_go_on(
         ([], "--set"),
         (["--set", "no_such=1"], "no option 'no_such'"),
         (["--set", "steps="], "no values"),
+        (["--set", "b2=0.8", "--set", "b2=0.9"], "b2 is given twice"),
         (["--set", "out=a,b"], "no option 'out'"),
         (["--set", "steps=5,many"], "many"),
         (["--set", "optimizer=muon,sgd9"], "sgd9"),
