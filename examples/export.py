@@ -117,6 +117,13 @@ def from_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], like: Any)
     """
     # GPT-2 as it was published lacks the first part of the names.
     rest = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    twice = [name for name in rest if {name, f"transformer.{name}"} <= tensors.keys()]
+    check(not twice, f"tensor {'; '.join(twice[:1])} is there under two names")
+    if config.architecture == "gpt" and "lm_head.weight" in rest:
+        tied = np.array_equal(rest.pop("lm_head.weight"), rest.get("wte.weight", ()))
+        check(
+            tied, "tensor lm_head.weight differs from wte.weight, to which it is tied"
+        )
     shapes = jax.eval_shape(lambda x: _one_by_one(config, x), like)
     ours = _by_path(shapes)
     for name, paths in layout(config).items():

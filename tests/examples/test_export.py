@@ -188,6 +188,17 @@ def test_the_public_gpt2_has_shorter_names_and_masks(tmp_path: Path) -> None:
     export.write(path, short, "F32")
     back = export.load(path, config, params)
     jax.tree.map(np.testing.assert_array_equal, back, params)
+    # Some files hold the head, to which the embedding is tied, as well.
+    tied = tensors | {"lm_head.weight": short["wte.weight"].copy()}
+    back = export.from_tensors(config, tied, params)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    with pytest.raises(UserError, match="lm_head.weight differs from wte.weight"):
+        export.from_tensors(
+            config, tied | {"lm_head.weight": -tied["lm_head.weight"]}, params
+        )
+    twice = tensors | {"ln_f.bias": short["ln_f.bias"]}
+    with pytest.raises(UserError, match="tensor ln_f.bias is there under two names"):
+        export.from_tensors(config, twice, params)
 
 
 def test_parameters_come_back_divided_over_a_mesh(tmp_path: Path) -> None:
