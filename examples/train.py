@@ -168,6 +168,11 @@ class Training:
         if self._save_options.keep_best:
             best = checkpoint.best_step(self._folder, name, self._store.steps())
             self._best_loss, self._store.best_step = best
+        every = self._run.log_every
+        seen = {r["step"] for r in records if r["kind"] == "train"}
+        due = {min(1, first), *range(every, first + 1, every)} - {0}
+        if lost := len(due - seen):
+            notes.append(f"{lost} of {len(due)} records up to step {first} are missing")
         times = (r["seconds"] for r in records if r["kind"] == "train")
         self._seconds = max(times, default=0.0)
         self._mark = (first, self._seconds)

@@ -278,7 +278,20 @@ def test_cut_and_damaged_records(
     assert path.read_bytes() == before.replace(b"\n", b"\n\xff\n", 1)
     path.write_bytes(before[: before.rindex(b'"train"') + 3])
     assert main(["--resume", "--out", str(folder)]) == 0
+    assert "missing" not in capsys.readouterr().out
     assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
+
+
+def test_missing_records_are_counted(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cut_back(finished, tmp_path / "run", "12")
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if b'"kind": "train"' in line][:3]
+    path.write_bytes(b"".join(kept))
+    assert main(["--resume", "--out", str(folder)]) == 0
+    assert "5 of 8 records up to step 8 are missing" in capsys.readouterr().out
 
 
 def test_records_that_cannot_be_written_end_the_run(
