@@ -351,7 +351,7 @@ def test_a_run_begins_with_the_weights_of_another(
         half = optim.TINY_RATES["muon2"] / 2  # the warm-up begins anew
         assert records[0]["learning_rate"] == pytest.approx(half)
     done = [r for r in of_kind(full_run, "train") if r["optimizer"] == "muon2"]
-    # Other batches, so not the loss of the last step, but nearer to it than to the first.
+    # Other batches, so not the loss of the last step, but nearer to it than the first.
     between = (done[0]["loss"] + done[-1]["loss"]) / 2
     assert first["bare"][0] == first["warm"][0] < between
     assert first["bare"][1:] != first["warm"][1:]
