@@ -22,12 +22,14 @@ from muon2_optax.optimizers import (
     muon_eq,
     muon_h,
     normuon,
+    soap_muon,
     teon,
 )
 from muon2_optax.optimizers.dion import scale_by_low_rank_orthonormal
 from muon2_optax.optimizers.muon2_f import factorized_second_moment
 from muon2_optax.optimizers.muon_bp import in_blocks, periodically
 from muon2_optax.optimizers.muon_eq import equilibrate
+from muon2_optax.optimizers.soap_muon import scale_by_soap
 from muon2_optax.optimizers.teon import orthogonalize_jointly
 from muon2_optax.orthogonalize import newton_schulz, newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
@@ -96,11 +98,13 @@ __all__ = [
     "scale_by_output_second_moment",
     "scale_by_second_moment",
     "scale_by_shape",
+    "scale_by_soap",
     "scale_to_rms",
     "Schatten",
     "Schedule",
     "SCHEDULES",
     "Shardings",
+    "soap_muon",
     "Spectral",
     "teon",
 ]

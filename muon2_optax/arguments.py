@@ -16,7 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Of moving averages.
-DECAY_RATES = ("b1", "b2", "adam_b1", "adam_b2", "decay")
+DECAY_RATES = ("b1", "b2", "shampoo_beta", "adam_b1", "adam_b2", "decay")
 NOT_NEGATIVE = ("eps", "eps_root", "adam_eps", "adam_eps_root", "rms")
 # Numbers or schedules of them.
 SCHEDULED = (

@@ -29,15 +29,21 @@ EXTRA: dict[str, dict[str, Any]] = {
     "muon_h": {"radius": "init"},
     "muon2_h": {"radius": "init"},
     "muon2_f_h": {"radius": "init"},
+    # Two gradients, so that the eigenvectors of the longer sides are determined.
+    "soap_muon": {"precondition_frequency": 2},
     "teon": {"joint": "^stack$"},
 }
 # Arguments that shapes depend on, which optax.inject_hyperparams must not trace.
-STATIC = {"dion": ("rank_fraction", "seed"), "teon": ("group_size",)}
+STATIC = {
+    "dion": ("rank_fraction", "seed"),
+    "soap_muon": ("precondition_frequency", "max_precond_dim"),
+    "teon": ("group_size",),
+}
 DTYPES = ("float32", "bfloat16", "float16")
 # What some methods are not made for.
 RANDOM_START = {"dion"}
 JOINS_A_STACK = {"teon"}
-WHOLE_MATRICES_ONLY = {"dion"}
+WHOLE_MATRICES_ONLY = {"dion", "soap_muon"}
 # Matrices keep their norm: no decay, and steps on a sphere do not add up to a line.
 ON_SPHERE = {"muon_h", "muon2_h", "muon2_f_h"}
 

@@ -144,6 +144,45 @@ def factored_second_moment(
     return _ratios(grads, roots, b1, b2, eps, nesterov, bias_correction)
 
 
+def soap(
+    grads,
+    b1=0.95,
+    b2=0.95,
+    eps=1e-8,
+    *,
+    shampoo_beta=0.95,
+    frequency=10,
+    nesterov=False,
+):
+    """SOAP's directions of one matrix (n, m), the first bases after ``frequency``."""
+    n, m = np.shape(grads[0])
+    sides = [np.zeros((n, n)), np.zeros((m, m))]  # L and R
+    bases = [np.eye(n), np.eye(m)]
+    v = np.zeros((n, m))
+    directions = []
+    numerators = momentum(grads, b1, nesterov=nesterov)
+    for t, (g, numerator) in enumerate(zip(map(wide, grads), numerators), 1):
+        p, q = bases
+        v = b2 * v + (1 - b2) * np.abs(p.conj().T @ g @ q) ** 2
+        rotated = p.conj().T @ numerator @ q
+        directions.append(p @ (rotated / (np.sqrt(v) + eps)) @ q.conj().T)
+        for k, gram in enumerate((g @ g.conj().T, g.conj().T @ g)):
+            sides[k] = shampoo_beta * sides[k] + (1 - shampoo_beta) * gram
+        if t == frequency:
+            (rows, p), (columns, q) = (np.linalg.eigh(side) for side in sides)
+            bases = [p[:, ::-1], q[:, ::-1]]
+            shares = np.outer(rows[::-1] / rows.sum(), columns[::-1] / columns.sum())
+            v = v.sum() * shares
+        elif t % frequency == 0:
+            for k, side in enumerate(sides):
+                values = np.diag(bases[k].conj().T @ side @ bases[k]).real
+                order = np.argsort(-values)
+                shifted = side + 1e-6 * values.max() * np.eye(len(side))
+                bases[k] = np.linalg.qr(shifted @ bases[k][:, order])[0]
+                v = np.take(v, order, axis=k)
+    return directions
+
+
 def unit(x):
     """x / ||x||_F, and zero for zero."""
     size = np.linalg.norm(x)

@@ -21,6 +21,7 @@ TREE = {"kernel": (8, 16), "gain": (16,)}
 # Numbers that select a program, by optimizer, with values other than the defaults.
 STATIC = {name: {"ns_steps": 2} for name in OPTIMIZERS} | {
     "dion": {"rank_fraction": 0.5, "seed": 3},
+    "soap_muon": {"precondition_frequency": 4, "max_precond_dim": 12, "ns_steps": 2},
     "teon": {"group_size": 3, "ns_steps": 2},
 }
 

@@ -64,6 +64,7 @@ DOORS = {
         "factored_moment",
         "inner_products",
         "on_sphere",
+        "rotated_moment",
     },
     "muon2_optax.kernels": {"hopper", "newton_schulz", "sum_squares"},
 }

@@ -52,7 +52,8 @@ class Arm:
         ``"second"`` (Muon^2), ``"factored"`` (Muon^2-F), ``"scaled"`` (Muon^2-F with
         the order turned: the momentum of gradients that the factored moment has
         scaled), ``"equilibrated"`` (momentum whose rows and columns are scaled to one
-        size), ``"signs"`` (AdaMuon), or ``"adam"``, which has no orthogonalization.
+        size), ``"signs"`` (AdaMuon), ``"soap"`` (SOAP), or ``"adam"``, which has no
+        orthogonalization.
       ns_steps, ns_coeffs: the orthogonalization.
       after: what follows it: ``"neurons"`` (NorMuon), ``"entries"`` (AdaMuon) or none.
       nesterov, b2, eps, bias_correction, shape_scale: as in the library.
@@ -97,6 +98,7 @@ ARMS: dict[str, Arm] = {
     "polar_express K=5": Arm("momentum", 5, "polar_express"),
     "turbo K=4": Arm("momentum", 4, "turbo"),
     "normuon K=5": Arm("momentum", 5, after="neurons"),
+    "soap_muon K=3 fitted": Arm("soap", 3, FITTED, eps=1e-8),
     "adamuon K=5": Arm("signs", 5, after="entries", shape_scale="none"),
     # What settles the defaults, each one step away from "muon2_f K=3 fitted".
     "muon2_f plain": dataclasses.replace(_BASE, nesterov=False),
@@ -188,6 +190,16 @@ def direction(arm: Arm, rules: m2.MatrixRules, watched: bool = False) -> Transfo
         "scaled": lambda: [
             m2.factorized_second_moment(0.0, arm.b2, arm.eps, rules=rules),
             m2.scale_by_momentum(B1, nesterov=arm.nesterov),
+        ],
+        "soap": lambda: [
+            m2.scale_by_soap(
+                B1,
+                arm.b2,
+                arm.eps,
+                nesterov=arm.nesterov,
+                bias_correction=arm.bias_correction,
+                rules=rules,
+            )
         ],
         "adam": lambda: [
             m2.scale_by_second_moment(ADAM_B1, ADAM_B2, ADAM_EPS, bias_correction=True)

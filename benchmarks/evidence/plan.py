@@ -216,6 +216,25 @@ PLANS: dict[str, list[Stage]] = {
         grid((BASE, "muon2 K=3", "muon2_f K=3"), [NONE], seeds=(102, 103)),
     ],
     "variants": [grid(VARIANTS, [BEST_RATE])],
+    "second": [
+        grid(("muon2_f b2=.9",), [BEST_RATE]),
+        grid(("normuon K=5",), [BEST_RATE], seeds=(102, 103)),
+        grid(("soap_muon K=3 fitted",), [HYPERBALL]),
+        repeats(("soap_muon K=3 fitted",), "hyperball", 3, (102, 103)),
+        grid(("adamw",), ADAM_TREATMENTS[:1]),
+        grid(("muon2_f K=5 fitted",), [BEST_RATE], seeds=(102, 103)),
+        grid((BASE, OURS), [FASTER_1, FASTER_3]),
+    ],
+    "third": [
+        grid((BASE, OURS), [BEST_RATE], "gpt_124m", steps=350),
+        grid((BASE, OURS), [BEST_RATE], "gpt_124m", (102,), 350),
+        grid(("soap_muon K=3 fitted",), [BEST_RATE], "gpt_124m", steps=350),
+        grid((BASE, OURS), [("decay", 0.3, (0.02,))], "gpt_124m", steps=350),
+    ],
+    "tiny_second": [
+        grid(("soap_muon K=3 fitted", "muon2_f b2=.9", "adamw"), [HYPERBALL], "tiny"),
+        repeats(("soap_muon K=3 fitted",), "hyperball", 3, (102, 103), "tiny"),
+    ],
     # Half of the steps, to see whether the sign is the same.
     "gpt_124m_sign": [
         grid((BASE, OURS), [BEST_RATE], "gpt_124m", steps=350),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
@@ -33,6 +34,18 @@ def to_stacks(x: jax.Array) -> jax.Array:
 def reshape_like(y: jax.Array, x: jax.Array) -> jax.Array:
     """Gives each array of one list the shape and dtype of the other list's array."""
     return y.reshape(x.shape).astype(x.dtype)
+
+
+def run_concatenated(
+    fn: Callable[..., Sequence[jax.Array]], rows: Sequence[Sequence[jax.Array]]
+) -> list[tuple[jax.Array, ...]]:
+    """Runs ``fn`` once on rows of stacks, concatenated, and splits its results.
+
+    The stacks of a row have equal lengths, and so have the results.
+    """
+    ends = np.cumsum([len(row[0]) for row in rows])[:-1]
+    done = fn(*(jnp.concatenate(column) for column in zip(*rows)))
+    return list(zip(*(jnp.split(x, ends) for x in done)))
 
 
 def slice_parts(parts: Sequence[jax.Array], low: int, high: int) -> list[jax.Array]:

@@ -17,6 +17,7 @@ from muon2_optax.optimizers.muon2_f import muon2_f as muon2_f
 from muon2_optax.optimizers.muon_bp import muon_bp as muon_bp
 from muon2_optax.optimizers.muon_eq import muon_eq as muon_eq
 from muon2_optax.optimizers.normuon import normuon as normuon
+from muon2_optax.optimizers.soap_muon import soap_muon as soap_muon
 from muon2_optax.optimizers.teon import teon as teon
 
 REGISTRY: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = (
@@ -31,6 +32,7 @@ REGISTRY: Mapping[str, Callable[..., optax.GradientTransformationExtraArgs]] = (
             "muon_bp": muon_bp,
             "teon": teon,
             "muon_eq": muon_eq,
+            "soap_muon": soap_muon,
             "muon_h": muon_h,
             "muon2_h": muon2_h,
             "muon2_f_h": muon2_f_h,

@@ -15,6 +15,7 @@ NS_STEPS: Mapping[str, int] = MappingProxyType(
         "adamuon": 5,
         "muon_bp": 5,
         "muon_eq": 5,
+        "soap_muon": 3,
         "muon_h": 5,
         "muon2_h": 3,
         "muon2_f_h": 3,

@@ -1,0 +1,163 @@
+"""The second moment in eigenbases, of all leaves: those of equal shapes together."""
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from muon2_optax import dtypes, moments, roots, sharding
+from muon2_optax.arrays import limits, stacks
+from muon2_optax.arrays.grouping import even_size, grouped
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.execution import basis_refresh, dispatch
+from muon2_optax.iteration import adjoint, product
+
+
+class Leaf(NamedTuple):
+    """The arrays of a leaf.
+
+    Attributes:
+      g: the gradient; after a step, the update.
+      mu, nu: the momentum, and the second moment in the eigenbases.
+      gram_in, gram_out: averages of G G^H and G^H G, (..., side, side); (..., 1, 1) for
+        a side that keeps its own axes.
+      basis_in, basis_out: their eigenvectors as columns; zeros before the first ones.
+    """
+
+    g: jax.Array
+    mu: jax.Array
+    nu: jax.Array
+    gram_in: jax.Array
+    gram_out: jax.Array
+    basis_in: jax.Array
+    basis_out: jax.Array
+
+
+class Settings(NamedTuple):
+    """Numbers of a step; ``count`` is 1 in the first, ``scales`` correct the bias."""
+
+    count: jax.Array
+    b1: Any
+    b2: Any
+    eps: Any
+    shampoo_beta: Any
+    scales: tuple[Any, Any]
+    frequency: int
+    nesterov: bool
+
+
+def zero_square(p: Any, axes: ResolvedAxes, inputs: bool, longest: int) -> jax.Array:
+    """What a gram or a basis of this side starts as: (*batch, side, side)."""
+    side = axes.fan_in if inputs else axes.splits[0]
+    side = side if 1 < side <= longest else 1
+    # Made of the parameter, for its place on a mesh.
+    none = sharding.zeros_like(p, dtypes.compute_dtype(p.dtype))
+    none = jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
+    return none + jnp.zeros((1,) * len(axes.batch) + (side, side), none.dtype)
+
+
+def update_leaves(
+    axes: Sequence[ResolvedAxes], leaves: Sequence[Leaf], settings: Settings
+) -> list[Leaf]:
+    """One step of every leaf, each of whose matrices is one block.
+
+    On a mesh the compiler gathers what it has to; the numbers are the same.
+    """
+
+    def run(settings: tuple[Any, ...], *xs: jax.Array) -> list[jax.Array]:
+        old, numbers = _leaves_of(xs), Settings(*settings)
+        new = _stepped(list(map(_to_stacks, axes, old)), numbers)
+        # After the update: in the basis of its own gradient, entries beside the
+        # diagonal would be rounding errors divided by their own size.
+        rotated = [basis_refresh.Rotated(*x[2:]) for x in new]
+        rotated = basis_refresh.refresh(rotated, numbers.count, numbers.frequency)
+        new = [Leaf(*x[:2], *rest) for x, rest in zip(new, rotated)]
+        return [x for leaf in map(_from_stacks, axes, old, new) for x in leaf]
+
+    flat = [x for leaf in leaves for x in leaf]
+    return _leaves_of(dispatch.with_automatic_axes(run, flat, tuple(settings)))
+
+
+def _leaves_of(xs: Sequence[jax.Array]) -> list[Leaf]:
+    size = len(Leaf._fields)
+    return [Leaf(*xs[i : i + size]) for i in range(0, len(xs), size)]
+
+
+def _to_stacks(axes: ResolvedAxes, leaf: Leaf) -> Leaf:
+    """Every array as a stack (count, rows, columns); g and mu in float32 or better."""
+    wide = dtypes.compute_dtype(leaf.g.dtype)
+    shaped = (leaf.g.astype(wide), leaf.mu.astype(wide), leaf.nu)
+    arrays = (*(axes.to_blocks(x)[0] for x in shaped), *leaf[3:])
+    return Leaf(*(x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in arrays))
+
+
+def _from_stacks(axes: ResolvedAxes, old: Leaf, new: Leaf) -> Leaf:
+    """Stacks in the shapes and dtypes of the leaf that they were made from."""
+    batch = [axes.shape[a] for a in axes.batch]
+    g, mu, nu = (axes.from_blocks([x.reshape(*batch, *x.shape[1:])]) for x in new[:3])
+    sides = [x.reshape(y.shape).astype(y.dtype) for x, y in zip(new[3:], old[3:])]
+    update, mu = dtypes.narrow(g, old.g.dtype), dtypes.stored(mu, old.mu)
+    return Leaf(update, mu, nu.astype(old.nu.dtype), *sides)
+
+
+def _stepped(leaves: Sequence[Leaf], settings: Settings) -> list[Leaf]:
+    """The leaves after ``_step``, a few of equal shapes at a time."""
+
+    def key(x: Leaf) -> Hashable:
+        return tuple((y.shape[1:], y.dtype) for y in x)
+
+    def run(some: Sequence[Leaf]) -> list[Leaf]:
+        size = even_size(len(some), limits.ARRAYS_IN_CONCATENATION)
+        few = [some[i : i + size] for i in range(0, len(some), size)]
+        return [
+            Leaf(*new)
+            for part in few
+            for new in stacks.run_concatenated(
+                lambda *xs: _step(Leaf(*xs), settings), part
+            )
+        ]
+
+    return grouped(leaves, key, run)
+
+
+def _step(x: Leaf, s: Settings) -> Leaf:
+    """The update and the new averages of a stack, in the bases that it has."""
+    rotates = x.gram_in.shape[-1] > 1, x.gram_out.shape[-1] > 1
+    q_in, q_out = (
+        jnp.where(s.count > s.frequency, q, jnp.eye(q.shape[-1], dtype=q.dtype)[None])
+        for q in (x.basis_in, x.basis_out)
+    )
+
+    def into_bases(y: jax.Array) -> jax.Array:
+        y = product(adjoint(q_in), y) if rotates[0] else y
+        return product(y, q_out) if rotates[1] else y
+
+    g = _within_range(x.g)
+    nu = moments.average(x.nu, moments.square(into_bases(g)), s.b2)
+    mu, numerator = moments.momentum_step(g, x.mu, s.b1, s.nesterov)
+    rotated = moments.scaled(into_bases(numerator), s.scales[0])
+    root = roots.sqrt(moments.scaled(nu, s.scales[1]))
+    update = roots.divide(rotated, moments.divisor(root, s.eps))
+    update = product(q_in, update) if rotates[0] else update
+    update = product(update, adjoint(q_out)) if rotates[1] else update
+    gram_in, gram_out = x.gram_in, x.gram_out
+    if rotates[0]:
+        gram_in = moments.average(gram_in, product(g, adjoint(g)), s.shampoo_beta)
+    if rotates[1]:
+        gram_out = moments.average(gram_out, product(adjoint(g), g), s.shampoo_beta)
+    return Leaf(update, mu, nu, gram_in, gram_out, x.basis_in, x.basis_out)
+
+
+def _within_range(g: jax.Array) -> jax.Array:
+    """Matrices scaled down where sums of their entries' squares would overflow.
+
+    For float32 that is above 1e15 or so.
+    """
+    most = float(jnp.finfo(g.dtype).max) / 16 / max(1, math.prod(g.shape[1:]))
+    limit, down = most**0.5, 2.0**-64
+    largest = jnp.max(jnp.abs(g), axis=(-2, -1), keepdims=True, initial=0.0)
+    # A power of two first: reciprocals of the largest numbers are flushed to zero.
+    factor = limit * down / (jnp.maximum(largest, limit) * down)
+    return jax.lax.stop_gradient(jnp.where(largest > limit, factor, 1)) * g
