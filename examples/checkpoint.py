@@ -32,6 +32,8 @@ from muon2_optax.state_sharding import abstract_state
 # What they log of a damaged checkpoint reaches us as an exception as well.
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
+# Orbax leaves coroutines behind where a file is missing; Python tells later.
+warnings.filterwarnings("ignore", "coroutine .* never awaited", RuntimeWarning)
 
 _PARTS = ("params", "opt_state")
 _COUNTERS = ("step", "skipped", "skipped_in_a_row")
