@@ -88,8 +88,8 @@ def compare(
         "lowest_cosine": min(cosine(table, row[None]) for row in quantiles),
         "published": {p: cosine(published(p, steps), quantiles) for p in PUBLISHED},
     }
-    # A schedule fitted to some of the spectra is also scored on the rest, to show that
-    # how far it depends on the size, the optimizer or the stage of training.
+    # A schedule fitted to some of the spectra is also scored on the rest. That shows
+    # how far a fit depends on the size, the optimizer or the stage of training.
     parts = {}
     for key in ("size", "arm", "step") if steps == PARTED else ():
         for value in dict.fromkeys(e[key] for e in entries):

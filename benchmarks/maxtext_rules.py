@@ -15,7 +15,7 @@ from benchmarks import record
 from benchmarks.maxtext_collectives import configure, environment
 
 # isort: split
-# Only now: the import above says what to install where MaxText is absent.
+# These come after the import above, which says what to do if MaxText is absent.
 from maxtext.utils import maxtext_utils, model_creation_utils
 from maxtext.utils.muon_utils import get_muon_weight_dimension_numbers
 

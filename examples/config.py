@@ -130,8 +130,8 @@ class DataConfig(Options):
     val_fraction: float = option(0.05, "part of the text held out", "[0.001, 0.5]")
 
 
-# docs/choosing.md says why. The recipe for LLaMA loses to the other one on GPT, and
-# mixtures of experts are not measured.
+# The optimizer for each architecture. On GPT the recipe for LLaMA has the higher loss,
+# and mixtures of experts are not measured yet; docs/choosing.md has the numbers.
 RECOMMENDED = {"llama": "muon2_f_h", "gpt": "muon_h", "moe": "muon_h"}
 COMPARED = f"adamw,muon,muon2,muon2_f,{RECOMMENDED['llama']}"
 _OPTIMIZER = (

@@ -1,4 +1,4 @@
-"""What a run begins with if --init-from names it: parameters that are known."""
+"""The parameters with which a run begins if --init-from names some."""
 
 import hashlib
 from pathlib import Path
@@ -11,12 +11,12 @@ from examples.data import tokens as tok
 from examples.options import check, flag
 from examples.setup import Setup
 
-# What the numbers of a model depend on, but not their shapes.
+# Options on which the meaning of the parameters depends, but not their shapes.
 _UNSEEN = ("heads", "rope_theta", "active_experts")
 
 
 def _check_same(source: str, setup: Setup) -> None:
-    """The run of --init-from gave its numbers the meaning that they have here."""
+    """Refuses a run whose parameters would mean something else in this model."""
     stored = runs.stored_settings(Path(source)).get("tokenizer")
     tokenizers = (
         tok.load_tokenizer(Path(source, tok.FILE), stored),

@@ -16,9 +16,9 @@ from examples.config import OptimConfig
 from examples.options import UserError, check, flag
 from muon2_optax.optimizers import NS_STEPS
 
-# Peak learning rates of the tiny models, each the best of a sweep over the same grid of
-# factors (benchmarks/results/trainer_default_sweep.jsonl), and of others: the best of
-# the recommended recipe at 60M parameters (docs/results.md).
+# Peak learning rates. Those of the tiny models are each the best of seven in a sweep
+# (benchmarks/results/trainer_default_sweep.jsonl). Larger models take the rates of the
+# recommended recipe at 60M parameters (docs/results.md).
 TINY_RATES = {"adamw": 0.0028, "muon": 0.04, "muon2": 0.056, "muon2_f": 0.056}
 TINY_RATES |= {"muon2_f_h": 0.084}
 RATES = {"adamw": 0.002}

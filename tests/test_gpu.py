@@ -137,7 +137,7 @@ def test_row_and_column_means(dtype, shape):
     state = jax.jit(lambda g: tx.update(g, tx.init(g))[1])(g)
     square = np.square(np.asarray(g["w"], np.float64))
     for got, axis in ((state.nu_row, -1), (state.nu_col, -2)):
-        # Sums of positive numbers in float32: a rounding per level of the reduction.
+        # The terms are positive, so each level of the float32 sum adds one rounding.
         np.testing.assert_allclose(got["w"], square.mean(axis), rtol=1e-6)
 
 
@@ -158,7 +158,7 @@ def test_row_and_column_means_of_equal_leaves():
     for key, x in g.items():
         square = np.square(np.asarray(x, np.float64))
         row, col = square.mean(-1), square.mean(-2)
-        # Sums of positive numbers in float32: a rounding per level of the reduction.
+        # The terms are positive, so each level of the float32 sum adds one rounding.
         np.testing.assert_allclose(state.nu_row[key], row, rtol=1e-6, err_msg=key)
         np.testing.assert_allclose(state.nu_col[key], col, rtol=1e-6, err_msg=key)
         want = np.asarray(x, np.float64) / np.sqrt(np.outer(row, col) / row.mean())

@@ -45,7 +45,7 @@ def _moments(axes, names=("w",), **options):
 
 
 def _close(got, want):
-    # Sums of positive numbers in float32: a rounding per level of the reduction.
+    # The terms are positive, so each level of the float32 sum adds one rounding.
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-6)
 
 

@@ -123,8 +123,8 @@ class Dataset:
     val: EvalBatches
 
 
-# What is said of the text, its tokenizer, and the streams of training tokens,
-# validation tokens and the bytes that each of these stands for.
+# A description of the text, its tokenizer, and three streams: the training tokens, the
+# validation tokens, and how many bytes of text each validation token stands for.
 _Source = tuple[dict[str, Any], tok.Tokenizer, list[Any]]
 
 

@@ -43,8 +43,8 @@ LEAVES_IN_PANEL_WRITE = 10
 
 # Fact: starting a program takes a GPU microseconds.
 #
-# Entries of the leaves that one program writes into a stack. With so many, the time to
-# start the next program does not count, and XLA compiles small programs faster.
+# Entries of the leaves that one program writes into a stack. Writing so many takes far
+# longer than starting a program; larger programs would only take longer to compile.
 ENTRIES_IN_PANEL_WRITE = 10 * 2**22
 # A matrix with at least so many entries has its row and column sums from a kernel.
 # For smaller ones a second pass over the matrix costs less than starting the kernel.

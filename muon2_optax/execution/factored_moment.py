@@ -64,7 +64,7 @@ def update_moments(
         x = leaves[i]
         if not stackable[i]:
             return i
-        # The types also tell over which axes of a shard_map the leaves vary.
+        # Inside a shard_map a type also holds the mesh axes over which its leaf varies.
         return *map(jax.typeof, (x.g, x.row, x.col)), x.axes
 
     def run(members: list[int]) -> list[Moment]:

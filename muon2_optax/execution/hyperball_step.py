@@ -56,7 +56,7 @@ def factors(
 
     def key(i: int) -> Hashable:
         x = leaves[i]
-        # The types also tell over which axes of a shard_map the leaves vary.
+        # Inside a shard_map a type also holds the mesh axes over which its leaf varies.
         types = (*map(jax.typeof, (x.w, x.u, x.radius)), x.axes)
         return types if undivided[i] else None
 
