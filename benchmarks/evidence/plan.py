@@ -26,6 +26,8 @@ ADAM_TREATMENTS = (
 )
 
 BASE, OURS = "muon K=5", "muon2_f K=3 fitted"
+# OURS with as many steps as BASE.
+FIVE = "muon2_f K=5 fitted"
 # With OURS a ladder: the same orthogonalization of different inputs.
 FAMILY = ("muon2 K=3 fitted", "muon_eq K=3 fitted", "muon K=3 fitted")
 
@@ -60,6 +62,7 @@ PAPER = (
     "muon2_f K=3",
 )
 BEST_RATE = ("hyperball", 0.0, (0.03,))
+LOWER_RATE = ("hyperball", 0.0, (0.015,))
 
 # What might have made OURS better, and rivals with the same addition.
 VARIANTS = (
@@ -115,17 +118,16 @@ PLANS: dict[str, list[Stage]] = {
         # One trial is no fair trial for arms that are as good as OURS.
         grid(("normuon K=5", "muon2_f K=5 fitted"), [HYPERBALL]),
     ],
-    # Half of the steps, to see whether the sign is the same. It is not, so the next
-    # runs ask what is to blame: the three steps, the second moment or the rate.
+    # Half of the steps, to see whether the sign is the same. At the rate that is best
+    # for LLaMA it is not, with three steps; with five it is.
     "gpt_124m_sign": [
         grid((BASE, OURS), [BEST_RATE], "gpt_124m", (101, 102), 350),
-        grid(("muon2_f K=5 fitted",), [BEST_RATE], "gpt_124m", steps=350),
-        grid(
-            ("muon K=3 fitted", "muon2 K=3 fitted"), [BEST_RATE], "gpt_124m", steps=350
-        ),
-        grid((BASE, OURS), [("decay", 0.3, (0.02,))], "gpt_124m", steps=350),
-        grid((BASE, OURS), [("hyperball", 0.0, (0.015,))], "gpt_124m", steps=350),
-        grid(("normuon K=5", "muon2_f K=5"), [BEST_RATE], "gpt_124m", steps=350),
+        grid((FIVE,), [BEST_RATE], "gpt_124m", steps=350),
+        grid((BASE, FIVE, OURS), [LOWER_RATE], "gpt_124m", steps=350),
+        repeats((BASE, FIVE), "hyperball", 2, (102, 103), "gpt_124m", 350),
+        grid(("muon2 K=3 fitted", "normuon K=5"), [LOWER_RATE], "gpt_124m", steps=350),
+        repeats((OURS,), "hyperball", 2, (102, 103), "gpt_124m", 350),
+        grid((BASE, FIVE, OURS), [("decay", 0.3, (0.02,))], "gpt_124m", steps=350),
     ],
     "gpt_124m": [
         grid(
