@@ -84,6 +84,15 @@ VARIANTS = (
 )
 
 PLANS: dict[str, list[Stage]] = {
+    # The runs of the plans below that their conclusions lack most.
+    "gaps": [
+        grid((BASE, OURS), [FASTER_3, FASTER_1]),
+        grid((FIVE,), [BEST_RATE], seeds=(101, 102, 103)),
+        grid(("adamw",), [("decay", 0.1, (1e-3, 5e-4))]),
+        grid((BASE, OURS), [BEST_RATE], "moe_16x2"),
+        grid(("muon_eq K=3 fitted",), [BEST_RATE], seeds=(101, 102, 103)),
+        grid(("muon2_f K=3", "muon2_f plain", "muon2_f K=4 fitted"), [BEST_RATE]),
+    ],
     # What the main question needs.
     "llama_60m": [
         grid((BASE, OURS), [HYPERBALL, DECAY_3, DECAY_1, NONE]),
