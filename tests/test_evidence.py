@@ -345,7 +345,7 @@ def test_the_recommended_recipe_is_the_arm_that_was_measured():
         for shapes in [[("kernel", (6, 9)), ("bias", (9,))]] * 2
     )
     hyper = arms.Hyper(0.03, 2e-3, 0.0)
-    arm = arms.ARMS[plan.OURS]
+    arm = arms.ARMS[plan.FIVE]
     measured = arms.transform(arm, "hyperball", m2.MatrixRules(), hyper, clip=1e9)
     taken = []
     for tx in (names["tx"], measured):
