@@ -16,6 +16,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, get_args
 
 import jax
@@ -83,18 +84,6 @@ OTHER_NAMES = {
     "weight_dimension_numbers": ("rules=MatrixRules.from_dimension_numbers(...)",),
 }
 
-# Arguments that the optimizers on the hyperball lack, and why.
-NOT_ON_SPHERE = {
-    "weight_decay": (
-        "matrices keep their norm in place of decay; {plain} decays them, and"
-        " adam_weight_decay decays the rest"
-    ),
-    "shape_scale": (
-        "the step is relative to the norm of the weights, so no factor of the shape"
-        " enters; {plain} has one"
-    ),
-}
-
 # Where no second moment has a dtype to choose: "mu_dtype", the closest name, is none.
 NO_NU_DTYPE = (
     "no dtype of a second moment can be chosen here; mu_dtype is that of the momentum"
@@ -107,7 +96,9 @@ _SECOND = (
 
 
 def check_arguments(
-    factory: Callable[P, R], ns_steps: int | None = None
+    factory: Callable[P, R],
+    ns_steps: int | None = None,
+    missing: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[P, R]:
     """Checks the arguments of ``factory`` before it is called.
 
@@ -115,6 +106,8 @@ def check_arguments(
       factory: a function that makes a transform or an optimizer.
       ns_steps: what it gets where its keyword argument ``ns_steps`` is None and
         ``ns_coeffs`` is no table, which has a number of rows.
+      missing: arguments that similar functions have and ``factory`` does not, and what
+        the error says about each.
 
     Raises:
       TypeError: an argument under another name, as one of another library or misspelt;
@@ -127,7 +120,7 @@ def check_arguments(
 
     @functools.wraps(factory)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        _require_known(factory.__name__, parameters, kwargs)
+        _require_known(factory.__name__, parameters, kwargs, missing)
         given = dict(zip(parameters, args)) | kwargs
         for name, value in given.items():
             check(name, value, optional=_is_optional(parameters.get(name)))
@@ -225,6 +218,7 @@ def _require_known(
     function: str,
     parameters: Mapping[str, inspect.Parameter],
     given: Collection[str],
+    missing: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Refuses a name that is no parameter's and says what to give in its place.
 
@@ -237,9 +231,8 @@ def _require_known(
         here = _instead_of(name, parameters)
         if here:
             raise TypeError(f"{no_such}: give {' and '.join(here)}")
-        if name in NOT_ON_SPHERE and "radius" in parameters and function.endswith("_h"):
-            plain = function.removesuffix("_h")
-            raise TypeError(f"{no_such}: {NOT_ON_SPHERE[name].format(plain=plain)}")
+        if name in missing:
+            raise TypeError(f"{no_such}: {missing[name]}")
         if name == "nu_dtype" and "mu_dtype" in parameters:
             raise TypeError(f"{no_such}: {NO_NU_DTYPE}")
         close = difflib.get_close_matches(name, parameters, 1)
