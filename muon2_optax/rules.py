@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from muon2_optax import trees
-from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
+from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.routing import doubts, report
 from muon2_optax.routing.binding import rules_of_tree
 from muon2_optax.routing.dimension_numbers import patterns_from
@@ -24,6 +24,7 @@ from muon2_optax.routing.leaves import LeafRule as LeafRule
 from muon2_optax.routing.leaves import Verdict
 from muon2_optax.routing.patterns import Pattern, Patterns, check_patterns
 from muon2_optax.routing.router import Router
+from muon2_optax.shape_scales import ShapeScale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,10 @@ from jax.typing import ArrayLike
 
 from muon2_optax import averages, dtypes, roots, trees
 from muon2_optax.arguments import check_arguments, check_names
-from muon2_optax.axes import (
-    ResolvedAxes,
-    ShapeScale,
-    check_shape_scale,
-    shape_factors,
-)
+from muon2_optax.axes import ResolvedAxes
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
+from muon2_optax.shape_scales import ShapeScale, check_shape_scale, shape_factors
 
 
 @check_names

@@ -16,7 +16,7 @@ from muon2_optax import averages, dtypes, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import run_in_groups
-from muon2_optax.axes import ResolvedAxes, ShapeScale
+from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import require_whole_matrix, rules_or_default
 from muon2_optax.optimizers._route import decay_weights, route
@@ -24,6 +24,7 @@ from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.power_iteration import power_iteration
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.shape_scales import ShapeScale
 
 
 class LowRankState(NamedTuple):

@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax.arguments import check_arguments, check_names
-from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
+from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
@@ -20,6 +20,7 @@ from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 
 # Every leaf that a block transform sees is a stack of blocks.
 _BLOCK_RULES = MatrixRules((("", MatrixAxes(-2, -1)),))

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, roots, trees
 from muon2_optax.arguments import check_names
-from muon2_optax.axes import ResolvedAxes, ShapeScale
+from muon2_optax.axes import ResolvedAxes
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._route import decay_weights, route
@@ -18,6 +18,7 @@ from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 from muon2_optax.sharding import Shardings
 
 Form = Literal["roots", "sweeps"]

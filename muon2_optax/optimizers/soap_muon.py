@@ -10,7 +10,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import averages, dtypes, sharding, trees
 from muon2_optax.arguments import check_arguments
-from muon2_optax.axes import ShapeScale
 from muon2_optax.execution import rotated_moment
 from muon2_optax.matrices import (
     flatten_matrices,
@@ -23,6 +22,7 @@ from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 from muon2_optax.sharding import Shardings
 
 # Of Vyas et al.: most layers' sides are below it, most vocabularies above.

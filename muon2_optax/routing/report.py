@@ -6,10 +6,10 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from muon2_optax.axes import ShapeScale, shape_factors
 from muon2_optax.routing.doubts import names_of, text_of
 from muon2_optax.routing.leaves import Verdict
 from muon2_optax.routing.names import pattern_of
+from muon2_optax.shape_scales import ShapeScale, shape_factors
 from muon2_optax.trees import quote
 
 Row = tuple[str, ...]
