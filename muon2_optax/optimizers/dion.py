@@ -17,9 +17,10 @@ from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes
+from muon2_optax.decay import decay_weights
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import require_whole_matrix, rules_or_default
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.power_iteration import power_iteration
 from muon2_optax.rules import MatrixRules

@@ -12,7 +12,7 @@ from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
-from muon2_optax.weights import Radius, hyperball
+from muon2_optax.sphere import Radius, hyperball
 
 
 @optimizer(ns_steps=3, texts=ON_SPHERE, missing=NOT_ON_SPHERE)

@@ -11,10 +11,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax.arguments import check_arguments, check_names
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
+from muon2_optax.decay import decay_weights
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules

@@ -10,9 +10,10 @@ from jax.typing import ArrayLike, DTypeLike
 from muon2_optax import dtypes, roots, trees
 from muon2_optax.arguments import check_names
 from muon2_optax.axes import ResolvedAxes
+from muon2_optax.decay import decay_weights
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
