@@ -42,12 +42,12 @@ class MatrixAxes:
     kernel stacked on axis 1     (in, layers, out)       ``MatrixAxes(0, -1)``
     ===========================  ======================  =============================
 
-    Negative axes fit the same layer stacked (scanned) over layers or experts in front:
-    the axes before the matrix are batch axes then. Axes counted from the front do not.
-    Neither do negative ones where layers are stacked on axis 1, as MaxText's always are
-    and those of ``nn.scan(variable_axes={"params": 1})``: ``MatrixAxes(-2, -1)`` of
-    (64, 3, 128) would be 64 matrices of 3 x 128 in place of 3 of 64 x 128, and nothing
-    is there to notice it. There the inputs are axis 0, the outputs the last:
+    Negative axes also fit the same layer stacked (scanned) over layers or experts in
+    front: the axes before the matrix are batch axes then. Axes counted from the front
+    do not. Neither do negative ones where layers are stacked on axis 1, as MaxText's
+    always are and those of ``nn.scan(variable_axes={"params": 1})``: in a leaf of
+    (64, 3, 128) ``MatrixAxes(-2, -1)`` would be 64 matrices of 3 x 128 in place of 3 of
+    64 x 128, without any warning. There the inputs are axis 0, the outputs the last:
     ``MatrixAxes(0, -1)``, for heads ``MatrixAxes(0, (-2, -1))`` and
     ``MatrixAxes((0, -2), -1)``. ``MatrixRules.describe`` shows the matrices.
 
@@ -56,6 +56,11 @@ class MatrixAxes:
       out_axis: axis or axes of the result (fan-out).
       out_splits: sizes of independent blocks along the single ``out_axis``: a fused
         projection whose parts are matrices of their own. Empty: one block.
+
+    Raises:
+      TypeError: an axis or a size that is no integer.
+      ValueError: a side without axes, a size below 1, or ``out_splits`` with several
+        output axes.
     """
 
     in_axis: Axis
@@ -135,10 +140,10 @@ class ResolvedAxes:
         return x
 
     def sums(self, x: jax.Array, axis: tuple[int, ...]) -> list[jax.Array]:
-        """Sums along these axes, which hold the outputs, one for each block.
+        """For each block its sums along ``axis``, which must hold the outputs.
 
-        Blocks are masked rather than cut out: on a mesh that divides the outputs, cut
-        ones would move.
+        Blocks are masked rather than cut out: where a mesh divides the outputs, cutting
+        would move them between devices.
         """
         if len(self.splits) == 1:
             return [jnp.sum(x, axis=axis, keepdims=True)]
@@ -148,7 +153,7 @@ class ResolvedAxes:
         ]
 
     def by_block(self, values: list[jax.Array]) -> jax.Array:
-        """One value per block, each of size 1 along the outputs, to multiply x by."""
+        """The blocks' values, of size 1 along the outputs, as a factor of the leaf."""
         whole = values[0]
         if len(values) > 1:
             for mask, value in zip(self._masks()[1:], values[1:]):

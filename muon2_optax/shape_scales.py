@@ -12,7 +12,7 @@ from muon2_optax.axes import ResolvedAxes
 
 
 def match_rms(fan_in: int, fan_out: int, rms: float) -> float:
-    """What gives an orthogonal matrix this root mean square."""
+    """The factor that gives an orthogonal matrix this root mean square."""
     return rms * math.sqrt(max(fan_in, fan_out))
 
 

@@ -17,7 +17,11 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def singular_values(x: jax.Array) -> jax.Array:
-    """Singular values of each matrix, (..., min(m, n)), descending."""
+    """Singular values of each matrix, (..., min(m, n)), descending.
+
+    Raises:
+      ValueError: x has fewer than two axes, here and in the functions below.
+    """
     x, largest = _scale_to_unit(x)
     return largest[..., 0] * jnp.linalg.svd(x, compute_uv=False)
 

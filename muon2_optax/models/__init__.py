@@ -14,17 +14,19 @@ from muon2_optax.models import equinox, linen, nnx
 from muon2_optax.models.layers import Found
 from muon2_optax.models.logical_axes import LOGICAL_AXES
 from muon2_optax.models.settle import leaf_rules as leaf_rules
-from muon2_optax.models.walk import Lessons
+from muon2_optax.models.walk import Given
 
 
 def find(
     model: Any,
     inputs: tuple[Any, ...],
     keywords: Mapping[str, Any],
-    modules: Lessons,
+    modules: Given,
     axis_names: Mapping[str, str],
 ) -> tuple[list[Found], tuple[str, ...]]:
     """A model's leaves with what is known of them, and what may precede their paths.
+
+    The second is ``"params/"`` or nothing, as Linen's variables have it around them.
 
     Raises:
       TypeError: the model is of no kind that can be asked.
@@ -52,14 +54,14 @@ def find(
         before = ("", "params/")
     else:
         raise TypeError(_refusal(model))
-    _check_lessons(found, modules)
+    _check_given(found, modules)
     return found, before
 
 
-def _check_lessons(found: Sequence[Found], modules: Lessons) -> None:
-    used = {leaf.weight.lesson for leaf in found if leaf.weight is not None}
-    for key, lessons in modules.items():
-        for path in lessons:
+def _check_given(found: Sequence[Found], modules: Given) -> None:
+    used = {leaf.weight.given_as for leaf in found if leaf.weight is not None}
+    for key, given in modules.items():
+        for path in given:
             if (key, path) not in used:
                 name = key if isinstance(key, str) else key.__name__
                 owners = ", ".join(dict.fromkeys(x.owner for x in found if x.owner))

@@ -8,13 +8,13 @@ from muon2_optax.axes import MatrixAxes
 from muon2_optax.models.layers import Found, Stacks, place, stack_axes
 from muon2_optax.routing.leaves import LeafRule, Verdict
 
-# By its name alone, what a leaf of a shape is: axes, or None for AdamW, and the reason.
-# None where the names have no answer.
+# What the name of a leaf says of its path and shape: axes, or None for AdamW, and the
+# reason. None in place of both where names have no answer.
 ByName = Callable[[str, tuple[int, ...]], tuple[MatrixAxes | None, str] | None]
 Decide = Callable[[str, tuple[int, ...]], Verdict]
 Decision = tuple[str, MatrixAxes | None, str]
 
-# A module cannot say that it is the model's head or a router, but its name can.
+# A Linear does not know that it is the model's head or a router, but its name tells.
 _HEAD_OR_ROUTER = re.compile(r"\b(head|router)\b")
 
 
@@ -59,7 +59,7 @@ def leaf_rules(
 def _settle(
     found: Sequence[Found], by_name: ByName
 ) -> tuple[list[Decision], list[Found]]:
-    """Axes and reason for each leaf, and the leaves that are left to their names."""
+    """Axes and reason for each leaf, and the leaves that the model leaves open."""
     stacks = Stacks(found)
     known: dict[str, tuple[MatrixAxes | None, str]] = {}
     unknown = []

@@ -1,4 +1,4 @@
-"""The frame of every optimizer: matrices go one way, everything else to AdamW."""
+"""The frame of every optimizer: matrices to its method, everything else to AdamW."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -52,7 +52,7 @@ def _check_rest(rest: Any, **adam: Any) -> None:
         raise ValueError(
             f"{' and '.join(given)} would have no effect: with rest=..., what is not a"
             " matrix is not trained by AdamW; give these numbers to the"
-            " transformation in rest, and leave them away here"
+            " transformation in rest, and leave them out here"
         )
 
 

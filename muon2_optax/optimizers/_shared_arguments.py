@@ -1,8 +1,8 @@
 """The arguments that optimizers share: described once, and checked by their names.
 
-Each optimizer's docstring describes the arguments that are its own, or that mean
-something of their own there; ``optimizer`` adds the others from ``SHARED``, in the
-order of the signature. What neither describes is an error of the import.
+Each optimizer's docstring describes the arguments that only it has, or that mean
+something else there; ``optimizer`` adds the others from ``SHARED``, in the order of the
+signature. An argument that neither describes is an error of the import.
 """
 
 import inspect
@@ -88,10 +88,10 @@ SHARED = {
         " and functions of (fan_in, fan_out)."
     ),
     "adam_h": (
-        "regular expression of the paths that AdamH trains among those that are no"
-        " matrices: AdamW's direction on the hyperball, with ``learning_rate`` and"
-        " without decay. Each must be a table of rank 2, or a stack of tables:"
-        ' ``"lm_head"``. None: none.'
+        'regular expression of paths, such as ``"lm_head"``, that AdamH trains among'
+        " those that are no matrices. It takes AdamW's direction on the hyperball, with"
+        " ``learning_rate`` and without decay. Each must be a table of rank 2, or a"
+        " stack of tables. None: none."
     ),
     "adam_learning_rate": (
         "step size or schedule of AdamW, which trains what is not a matrix; None:"
@@ -138,7 +138,7 @@ NOT_ON_SPHERE = {
     ),
 }
 
-# What every optimizer refuses, by an argument that it must have for that; "" for all.
+# What optimizers refuse: for each argument what those refuse that have it; "" for all.
 RAISES = {
     "ValueError": {
         "": (
@@ -155,14 +155,14 @@ RAISES = {
         ),
         "rules": (
             "In ``init``, rules whose axes do not fit, that match no leaf, or that are"
-            " strict and leave a leaf of rank 3 or more out."
+            " strict and leave out a leaf of rank 3 or more."
         ),
         "learning_rate": "On update, the state of another optimizer; no ``params``,"
         " where they are needed.",
     },
     "TypeError": {
         "": (
-            "an unknown argument; one of another type, or an array of several numbers;"
+            "an unknown argument; a wrong type, or an array of several numbers;"
             " a dtype that cannot hold what it is for; what must be known while tracing"
             " and is not, which ``optax.inject_hyperparams`` takes in ``static_args``."
         ),

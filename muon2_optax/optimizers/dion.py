@@ -93,8 +93,8 @@ def scale_by_low_rank_orthonormal(
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
             dtype = dtypes.compute_dtype(p.dtype)
             q = jax.random.normal(key, (*batch, side, rank), dtype)
-            # Inside jax.shard_map an array that depends on no parameter is the same on
-            # all devices, and could not stand where updates differ.
+            # Inside jax.shard_map an array that depends on no parameter has the type of
+            # one that is equal on all devices, and updates of it would not.
             none = sharding.zeros_like(p, dtype)
             q = q + jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
             return q, [*axes.batch, None, None]
@@ -133,7 +133,7 @@ class _Leaf(NamedTuple):
     q: jax.Array
 
     def kind(self) -> Hashable:
-        """Leaves that agree in it run as one batch."""
+        """What leaves must have in common to run as one batch."""
         sides = self.axes.fan_in, self.axes.splits, self.q.shape[-1]
         return sides, dtypes.compute_dtype(self.g.dtype)
 

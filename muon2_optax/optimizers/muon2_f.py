@@ -56,10 +56,10 @@ def factorized_second_moment(
         V-hat = r c^T / mean(r)
         update = M / (sqrt(V-hat) + eps)
 
-    Means stand for the paper's sums; V-hat is the same and the range is larger. It
-    stores fan_in + fan_out numbers per matrix (in float32, or float64 for float64) in
-    place of their product, each matrix of a stack and each block of a fused projection
-    for itself. V-hat is 0 while no gradient has been seen.
+    The paper takes sums where these are means: V-hat is the same, and means overflow
+    later. The state holds fan_in + fan_out numbers in place of fan_in * fan_out, in
+    float32 (float64 for float64), for each matrix of a stack and each block of a fused
+    projection. V-hat is 0 while no gradient has been seen.
 
     Args:
       b1: decay rate of the momentum M.
@@ -78,7 +78,8 @@ def factorized_second_moment(
       The transform, with state ``FactorizedSecondMomentState``.
 
     Raises:
-      ValueError: a leaf that is not a matrix under ``rules``.
+      ValueError: a leaf that is not a matrix under ``rules``; a decay rate outside of
+        [0, 1); a negative ``eps``.
 
     References:
       Shazeer and Stern 2018, "Adafactor", for the factored form.
