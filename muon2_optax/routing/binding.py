@@ -57,8 +57,8 @@ def rules_of_tree(
     biases = {names.components(p)[:-1]: s for p, s in leaves if _is_bias(p, s)}
     for path, kind in kinds.items():
         if kind is not None and kind.adam:
-            # A leaf that is itself called ``embed`` stands beside the rest of the model,
-            # whose biases say nothing about it.
+            # The neighbours of a leaf that is itself called ``embed`` are the rest of
+            # the model: their biases say nothing about it.
             *module, leaf = names.components(path)
             alone = kind_of(names.name_of(leaf), len(shapes[path]))
             bias = None if alone else biases.get(tuple(module))

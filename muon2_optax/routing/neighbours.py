@@ -94,7 +94,7 @@ class Tree:
         return max(self.shapes[key] or (0,)) > max(sides)
 
     def is_bias(self, key: Path, shape: Shape) -> bool:
-        """Whether it is ``b`` beside ``w``, ``gating_b`` beside ``gating_w``, and so on.
+        """Whether it is ``b`` beside ``w`` or ``gating_b`` beside ``gating_w``, say.
 
         A bias has the shape of its weight without the inputs, stacked or not.
         """

@@ -159,10 +159,8 @@ def _histogram(values: np.ndarray, counts: np.ndarray, blend: float) -> np.ndarr
 def _starts(steps: int) -> list[Any]:
     starts: list[Any] = []
     for schedule in SCHEDULES.values():
-        if (
-            schedule.take == "whole"
-        ):  # made by this fit, which shall not build on itself
-            continue
+        if schedule.take == "whole":
+            continue  # made by this fit, which must not start from its own results
         for rows in (schedule.triples[:steps], schedule.triples[-steps:]):
             rows += rows[-1:] * (steps - len(rows))
             if rows not in starts:
