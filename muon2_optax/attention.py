@@ -63,8 +63,8 @@ def qk_clip(
       params: the parameters; only kernels under the paths of ``max_logits`` change.
       max_logits: for each attention layer, the path of what holds its projections, as
         in ``"layers/0/attn"``, and the largest logit of each head, (*batch, heads):
-        with batch axes in front where layers are stacked. Heads whose S is not above
-        tau or not finite keep their kernels; a head without logits has -inf.
+        with batch axes in front where layers are stacked. An S that is not above tau,
+        or not finite, asks for no scaling; a head without logits has -inf.
       tau: the threshold.
       rules: which axes form the kernels; None: ``MatrixRules()``.
       query, key, fused: regular expressions, searched in the rest of the path, of the

@@ -34,8 +34,8 @@ def equilibrate(
 ) -> optax.GradientTransformation:
     """Scales the rows and the columns of each matrix towards equal sizes.
 
-    The stateless rival of ``factorized_second_moment``: the statistics are those of
-    the matrix itself, not an average over steps. Stands before
+    Does without state what ``factorized_second_moment`` does: the statistics are those
+    of the matrix itself, not an average over steps. It stands before
     ``newton_schulz_orthogonalize``.
 
     Args:
