@@ -26,7 +26,7 @@ def find(
 ) -> tuple[list[Found], tuple[str, ...]]:
     """A model's leaves with what is known of them, and what may precede their paths.
 
-    The second is ``"params/"`` or nothing, as Linen's variables have it around them.
+    That is nothing, or for Linen also ``"params/"``, the collection around its leaves.
 
     Raises:
       TypeError: the model is of no kind that can be asked.
