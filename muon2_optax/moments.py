@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import averages, dtypes, roots, trees
+from muon2_optax import averages, dtypes, roots, states, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 
@@ -80,8 +80,10 @@ def scale_by_momentum(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, MomentumState)
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            trees.require_shape(name, g, mu, "momentum")
             return _update_first(g, mu, b1=b1, nesterov=nesterov, dampening=dampening)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
@@ -101,11 +103,13 @@ def _corrected_momentum(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, CorrectedMomentumState)
         count = jnp.asarray(optax.safe_increment(state.count))
         now = 1 / (1 - averages._power(b1, count))
         after = 1 / (1 - averages._power(b1, count + 1))
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            trees.require_shape(name, g, mu, "momentum")
             wide = dtypes.widen(g)
             m, _ = averages.momentum_step(g, mu, b1, nesterov=False)
             update = now * m
@@ -184,12 +188,14 @@ def scale_by_second_moment(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, SecondMomentState)
         count = jnp.asarray(optax.safe_increment(state.count))
         scales = averages.corrections(b1, b2, count, nesterov, bias_correction)
 
         def leaf(
             name: str, g: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
+            trees.require_shape(name, g, mu, "momentum")
             return _update_both(
                 g,
                 mu,
