@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 
-def require_kind(state: Any, kind: type[tuple]) -> None:
+def require_kind(state: Any, kind: Any) -> None:
     """Refuses a state that is not of this class of named tuples.
 
     A class with the same fields will do. So does one that has counters beside them,
@@ -16,7 +16,7 @@ def require_kind(state: Any, kind: type[tuple]) -> None:
     Raises:
       ValueError: it names both classes.
     """
-    if not _has_fields(state, getattr(kind, "_fields")):
+    if not _has_fields(state, kind._fields):
         raise ValueError(
             f"this state is {describe(state)} where this transform keeps"
             f" {describe_fields(kind)}: it is of another one, and cannot be converted."
@@ -65,9 +65,9 @@ def describe(state: Any) -> str:
     return f"of type {type(state).__name__}"
 
 
-def describe_fields(kind: type[tuple]) -> str:
+def describe_fields(kind: Any) -> str:
     """A class of named tuples with its fields, ``MomentumState(mu)``."""
-    return f"{kind.__name__}({', '.join(getattr(kind, '_fields'))})"
+    return f"{kind.__name__}({', '.join(kind._fields)})"
 
 
 def _has_fields(state: Any, fields: tuple[str, ...]) -> bool:

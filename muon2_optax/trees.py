@@ -6,7 +6,7 @@ is imported.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,17 @@ def is_empty(x: Any) -> bool:
 def quote(name: str) -> str:
     """Quotes the path of a leaf for an error; a tree that is one array has none."""
     return repr(name) if name else "the array itself"
+
+
+def show(value: Any) -> str:
+    """A wrong argument for an error: its value, or its type where that is long.
+
+    The parameters, given in the place of something else, would fill the screen.
+    """
+    size = sum(getattr(leaf, "size", 1) for leaf in jax.tree.leaves(value))
+    if isinstance(value, Mapping) or size > 16:
+        return f"a value of type {type(value).__name__}"
+    return repr(value)
 
 
 def named_leaves(

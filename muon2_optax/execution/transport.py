@@ -52,9 +52,10 @@ def narrow(
 
     The values are not normalized yet, and may be out of the range of float16. So each
     shard is divided by its root mean square, from which the receiver also computes the
-    norm of the matrix. Other dtypes need no such numbers, and None is returned. Leaves
-    of several blocks travel in float32, because each block is a matrix, and blocks may
-    differ in size by any factor. Leaves in float64 stay as they are.
+    norm of the matrix. Only leaves of several blocks travel in float32 instead, because
+    each block is a matrix, and blocks may differ in size by any factor. Dtypes other
+    than float16 need no such numbers, and None is returned. Leaves in float64 stay as
+    they are, unless float64 is also the dtype of the products.
 
     Returns:
       The leaves; and the root mean squares (count,) of the shards of all leaves, or

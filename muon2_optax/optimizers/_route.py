@@ -38,7 +38,7 @@ def _check_rest(rest: Any, **adam: Any) -> None:
     if not (hasattr(rest, "init") and hasattr(rest, "update")):
         raise TypeError(
             "rest must be an optax.GradientTransformation, such as optax.adamw(1e-3),"
-            f" or None; got {rest!r}"
+            f" or None; got {trees.show(rest)}"
         )
 
     def is_given(value: Any, default: Any) -> bool:
