@@ -67,7 +67,7 @@ def _require_own_state(state: Any, own: Mapping[str, Any]) -> None:
         "and cannot be converted. Make a new one with init(params): the momentum starts"
         " anew, the parameters stay"
     )
-    groups = getattr(state, "inner_states", ())
+    groups: Mapping[Any, Any] = getattr(state, "inner_states", {})
     if MATRIX not in groups or ADAM not in groups:
         raise ValueError(
             f"this state, {states.describe(state)}, is of another optimizer: it has no"
