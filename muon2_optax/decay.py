@@ -36,7 +36,7 @@ def add_cautious_weight_decay(
       The transform. Without a schedule its state is empty.
 
     Raises:
-      ValueError: on update, no ``params``.
+      ValueError: on update, no ``params``, or updates of other shapes.
       TypeError: a mask that is one bool.
 
     References:

@@ -64,7 +64,8 @@ def scale_by_momentum(
       bias correction.
 
     Raises:
-      ValueError: ``bias_correction`` together with a ``dampening``.
+      ValueError: ``bias_correction`` together with a ``dampening``. On update, the state
+        of another transform, or updates whose paths or shapes are not those of it.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
     if bias_correction:
@@ -167,7 +168,8 @@ def scale_by_second_moment(
 
     Raises:
       TypeError: a ``mu_dtype`` or ``nu_dtype`` that cannot hold the average.
-      ValueError: a decay rate outside of [0, 1), a negative ``eps`` or ``eps_root``.
+      ValueError: a decay rate outside of [0, 1), a negative ``eps`` or ``eps_root``. On
+        update, as ``scale_by_momentum``.
 
     >>> import jax.numpy as jnp
     >>> tx = scale_by_second_moment(b1=0.95, b2=0.95)
