@@ -50,12 +50,13 @@ def narrow(
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Casts leaves to the dtype in which they travel.
 
-    The values are not normalized yet, and may be out of the range of float16. So each
+    For float16: the values are not normalized yet, and may be out of its range. So each
     shard is divided by its root mean square, from which the receiver also computes the
-    norm of the matrix. Only leaves of several blocks travel in float32 instead, because
-    each block is a matrix, and blocks may differ in size by any factor. Dtypes other
-    than float16 need no such numbers, and None is returned. Leaves in float64 stay as
-    they are, unless float64 is also the dtype of the products.
+    norm of the matrix. Leaves of several blocks travel in float32 instead, because each
+    block is a matrix, and blocks may differ in size by any factor.
+
+    Other dtypes need no such numbers, and None is returned. Leaves in float64 stay as
+    they are.
 
     Returns:
       The leaves; and the root mean squares (count,) of the shards of all leaves, or
