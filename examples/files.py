@@ -10,22 +10,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from examples.options import UserError, check
+from examples.options import Failed, UserError, check
 
 Record = dict[str, Any]
-_CURVE = ("optimizer", "step", "tokens", "seconds", "loss")
 # What the trainer and the plots read out of a record, by its kind.
-_NEEDED = {"train": _CURVE, "eval": _CURVE, "skipped": ("optimizer", "step")}
-_NEEDED |= {"resumed": ("optimizer", "step"), "result": ("optimizer", "steps")}
-_TYPES: dict[str, tuple[type, ...]] = dict.fromkeys(("step", "steps"), (int,))
-_TYPES |= dict.fromkeys(("tokens", "seconds"), (int, float))
-_TYPES |= {"optimizer": (str,), "loss": (int, float, type(None))}
+_STEP: dict[str, Any] = {"optimizer": str, "step": int}
+_CURVE = _STEP | {"tokens": int | float, "seconds": int | float}
+_CURVE |= {"loss": int | float | None}
+_NEEDED = {"train": _CURVE, "eval": _CURVE, "skipped": _STEP, "resumed": _STEP}
+_NEEDED |= {"result": {"optimizer": str, "steps": int}}
 
 
-class WriteFailed(UserError):
+class WriteFailed(Failed):
     """A file could not be written, the disk being full, say."""
-
-    code = 1
 
     def __init__(self, path: Path, error: OSError):
         super().__init__(f"{path} could not be written: {error.strerror or error}")
@@ -96,11 +93,9 @@ def read_metrics(path: Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line.decode())
-            for key in _NEEDED.get(record["kind"], ()):
-                if key not in record:
-                    raise ValueError(f"no {key!r} in it")
-                if type(record[key]) not in _TYPES[key]:
-                    raise ValueError(f"{key!r} is {record[key]!r}")
+            for key, kind in _NEEDED.get(record["kind"], {}).items():
+                if key not in record or not isinstance(record[key], kind):
+                    raise ValueError(f"{key!r} is {record.get(key)!r}")
         except (ValueError, TypeError, KeyError) as error:
             said = f"{path}: line {number} is damaged ({error}); put back a copy"
             raise UserError(f"{said} of the file, or remove the line") from None

@@ -20,12 +20,15 @@ _LARGEST = 2**31 - 1  # of whole numbers: steps and token ids are counted in 32 
 
 
 class UserError(ValueError):
-    """Something the user can put right; shown as one line.
-
-    The exit code 2 is for options and files, 1 for what failed in the middle of work.
-    """
+    """Something the user can put right, an option or a file; shown as one line."""
 
     code = 2
+
+
+class Failed(UserError):
+    """What fails in the middle of work: no room on a disk, training that diverges."""
+
+    code = 1
 
 
 class Interrupted(RuntimeError):
@@ -140,8 +143,8 @@ def parse(
 ) -> dict[str, Any]:
     """One instance of each section; `UserError`, of one line, for a bad option.
 
-    `defaults` are values by field that take the place of the declared ones.
-    Options whose `conditions` do not hold must be left at their defaults.
+    `defaults` by field take the place of the declared ones. Options whose `conditions`
+    do not hold must be left at them.
     """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     for name, section in sections.items():

@@ -18,17 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from examples import options, runs
 from examples.config import Config
-from examples.options import UserError
+from examples.options import Failed, UserError
 
 if TYPE_CHECKING:
     from examples.report import Report
     from examples.setup import Setup
-
-
-class OutOfMemory(UserError):
-    """A device cannot hold what a step needs."""
-
-    code = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,13 +45,13 @@ def _pretrain(argv: Sequence[str] | None) -> None:
     config = _settle_devices(config)
     data = loader.load(config)
     first = jax.process_index() == 0
-    folder = runs.claim_folder(config) if first else Path(str(config.run.out))
     with contextlib.ExitStack() as stack, _advice_for_full_memory():
+        folder = Path(str(config.run.out))
         if first:
-            stack.enter_context(runs.locked(folder))
-            runs.check_free(folder, config)  # another may have come first
+            folder = stack.enter_context(runs.claimed(config))
         made = setup.prepare(config, data)
-        done = runs.earlier_results(folder, config)  # before anything is written
+        results = runs.records(folder, "result")  # before anything is written
+        done = {r["optimizer"]: r for r in results if r["steps"] == config.run.steps}
         changes = runs.check_text(folder, config, data.about["digest"])
         plans = made.plans()
         if config.run.init_from and not runs.holds_run(folder):
@@ -65,8 +59,7 @@ def _pretrain(argv: Sequence[str] | None) -> None:
                 initial.load(made, plan)
         if first:  # before the records: what has them can be continued
             _write_down(made, folder)
-        report = Report(config, folder, [plan.name for plan in plans])
-        stack.enter_context(report)
+        report = stack.enter_context(Report(config, folder))
         received = stack.enter_context(train.signals())
         stack.enter_context(jax.set_mesh(made.mesh))
         _describe(made, report, changes)
@@ -76,7 +69,8 @@ def _pretrain(argv: Sequence[str] | None) -> None:
                 with contextlib.closing(training):
                     done[plan.name] = training.result()
         if first:
-            figure = plot.plot_runs([folder], folder / "loss.png")
+            found = plot.curves(folder / runs.METRICS_FILE)
+            figure = plot.draw(found, folder / "loss.png")
             results = [done[plan.name] for plan in plans]
             report.table(results, figure, time.perf_counter() - begin)
 
@@ -117,7 +111,7 @@ def _advice_for_full_memory() -> Generator[None]:
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             said = str(error).strip().split("\n")[0][:200]
-            raise OutOfMemory(
+            raise Failed(
                 f"out of memory ({said}): try a smaller --batch-size, --accumulate 2 "
                 "or more, --remat full, or a --mesh of more devices"
             ) from None
@@ -126,13 +120,13 @@ def _advice_for_full_memory() -> Generator[None]:
 
 def _write_down(setup: "Setup", folder: Path) -> None:
     """What a continuation or a reader needs: options, tokenizer, routing."""
-    from examples.data.tokens import FILE
+    from examples.data import tokens as tok
     from examples.files import write_atomically
     from examples.models import matrix_rules
 
     config, tokenizer = setup.config, setup.data.tokenizer
     digest = setup.data.about["digest"]
-    saved = tokenizer.save(folder / FILE)
+    saved = tok.save(tokenizer, folder / tok.FILE)
     runs.store_settings(folder, config, tokenizer.vocab_size, digest, saved)
     routing = matrix_rules(config.model).describe(setup.params) + "\n"
     write_atomically(folder / "parameters.txt", [routing.encode()])
@@ -144,10 +138,11 @@ def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
     `changes`: what is not as it was when the run was begun.
     """
     from examples.mesh import environment
-    from examples.models import sizes
+    from examples.models import count_parameters
 
     config, data, text = setup.config, setup.data, setup.data.about
-    run, model, counts = config.run, config.model, sizes(config.model, setup.params)
+    run, model = config.run, config.model
+    count, active = count_parameters(model, setup.params)
     tokens = run.steps * run.batch_size * model.seq_len
     epochs = tokens / (data.train.windows * model.seq_len)
 
@@ -158,8 +153,8 @@ def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
         f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}",
         *(f"  {name} {listed(text[name])}" for name in ("train", "val")),
         *(f"  {note}" for note in text["notes"]),
-        f"model: {model.model}, {counts.parameters:,} parameters ({counts.active:,} "
-        f"active), {model.dtype}, vocabulary {data.tokenizer.vocab_size:,}",
+        f"model: {model.model}, {count:,} parameters ({active:,} active), "
+        f"{model.dtype}, vocabulary {data.tokenizer.vocab_size:,}",
         f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = {tokens:,} "
         f"tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}; validation "
         f"on {data.val.tokens:,} tokens",
@@ -170,7 +165,7 @@ def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
     if config.optim.warmup_steps >= run.steps:
         report.say("note: the warm-up is no shorter than the run (--warmup-steps)")
     about = {"config": dataclasses.asdict(config), "environment": environment()}
-    about |= {"parameters": counts.parameters, "text": text, "changes": list(changes)}
+    about |= {"parameters": count, "text": text, "changes": list(changes)}
     report.record("run", **about)
 
 

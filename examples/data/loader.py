@@ -15,7 +15,7 @@ from examples.config import Config, DataConfig
 from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.corpus import Corpus
-from examples.options import check
+from examples.options import check, flag
 
 # Token ids, or another number per token, one after the other.
 Stream = np.ndarray | shards.ShardStream
@@ -123,41 +123,21 @@ class Dataset:
     val: EvalBatches
 
 
-# A description of the text, its tokenizer, and three streams: the training tokens, the
-# validation tokens, and how many bytes of text each validation token stands for.
-_Source = tuple[dict[str, Any], tok.Tokenizer, list[Any]]
-
-
-def _from_text(config: DataConfig) -> _Source:
+def _from_text(config: DataConfig) -> tuple[dict[str, Any], tok.Tokenizer, Any]:
+    """A description of the text, its tokenizer, and its streams by name."""
     corpus = Corpus(config.data, config.val_fraction, config.max_bytes)
-    train, val = (list(chain(*part)) for part in zip(*corpus.groups()))
-    tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, train)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    parts = [list(chain(*part)) for part in zip(*corpus.groups())]
+    tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, parts[0])
     about: dict[str, Any] = {"source": corpus.name, "notes": corpus.notes}
     # Of the ids, not of a tokenizer.json: its layout changes with its library.
-    sha, streams = hashlib.sha256(str(tokenizer.vocab_size).encode()), []
-    for name, documents in (("train", train), ("val", val)):
-        stream = tok.stream(tokenizer.encode(documents), tokenizer.end_id, dtype)
-        sizes = len(documents), sum(map(len, documents)), len(stream)
-        about[name] = dict(zip(("documents", "bytes", "tokens"), sizes))
-        sha.update(stream.data)
+    sha, streams = hashlib.sha256(str(tokenizer.vocab_size).encode()), {}
+    for split, documents in zip(("train", "val"), parts):
+        streams |= tok.streams(tokenizer, split, documents)
+        sizes = len(documents), sum(map(len, documents)), len(streams[split])
+        about[split] = dict(zip(("documents", "bytes", "tokens"), sizes))
+        sha.update(streams[split].data)
         sha.update(b"".join(documents))
-        streams.append(stream)
-    # The end of a document is a token to predict, but it is no byte of the text.
-    streams.append(tok.stream(tokenizer.byte_counts(val), 0, np.int64))
     return about | {"digest": sha.hexdigest()[:16]}, tokenizer, streams
-
-
-def _from_shards(config: DataConfig, folder: shards.Folder) -> _Source:
-    for name in ("tokenizer", "vocab_size", "max_bytes", "val_fraction"):
-        given = getattr(config, name) != getattr(DataConfig(), name)
-        said = "token shards bring their own tokenizer and split; leave it out"
-        check(not given, f"--{name.replace('_', '-')}: {said}")
-    source = f"{len(folder.shards)} token shards in {folder.path}"
-    about: dict[str, Any] = {"source": source, "notes": [], "digest": folder.digest()}
-    about |= {split: folder.counts(split) for split in ("train", "val")}
-    streams = [folder.stream(split) for split in ("train", "val", "val_bytes")]
-    return about, folder.tokenizer(), streams
 
 
 def load(config: Config) -> Dataset:
@@ -166,11 +146,16 @@ def load(config: Config) -> Dataset:
     if folder is None:
         about, tokenizer, streams = _from_text(config.data)
     else:
-        about, tokenizer, streams = _from_shards(config.data, folder)
+        for name in ("tokenizer", "vocab_size", "max_bytes", "val_fraction"):
+            given = getattr(config.data, name) != getattr(DataConfig(), name)
+            said = "token shards bring their own tokenizer and split; leave it out"
+            check(not given, f"{flag(name)}: {said}")
+        about, tokenizer = folder.about(), folder.tokenizer()
+        streams = {name: folder.stream(name) for name in ("train", "val", "val_bytes")}
     about["digest"] = f"{_ORDER_VERSION}-{about['digest']}"
     sizes, run = (config.run.batch_size, config.model.seq_len), config.run
-    train = TrainBatches(streams[0], *sizes, run.seed)
-    val = eval_batches(streams[1], streams[2], *sizes, run.eval_tokens)
+    train = TrainBatches(streams["train"], *sizes, run.seed)
+    val = eval_batches(streams["val"], streams["val_bytes"], *sizes, run.eval_tokens)
     return Dataset(about, tokenizer, train, val)
 
 

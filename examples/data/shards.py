@@ -17,7 +17,7 @@ import numpy as np
 
 from examples.data import tokens as tok
 from examples.files import read_json, write_atomically
-from examples.options import UserError, check
+from examples.options import check
 
 INDEX = "index.json"
 FORMAT = "token shards, version 2"
@@ -49,12 +49,6 @@ def write_shard(
     blocks = [zlib.crc32(raw[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK)]
     sizes = documents, size, len(data)
     return Shard(file.name, split, data.dtype.str, *sizes, sha256, blocks)
-
-
-def file_sha256(path: Path) -> str:
-    """Checksum of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class ShardStream:
@@ -120,32 +114,21 @@ class Folder:
         """The token ids of a split, or (val_bytes) the bytes they stand for."""
         return ShardStream(self.path, self.split(split))
 
-    def digest(self) -> str:
-        """Names the exact tokens, their order, the split and the tokenizer."""
+    def about(self) -> dict[str, Any]:
+        """A description; `digest` names tokens, their order, split and tokenizer."""
         lines = [f"{s.split} {s.tokens} {s.sha256}\n" for s in self.shards]
         lines.append(self.index["tokenizer"]["sha256"])
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        source = f"{len(self.shards)} token shards in {self.path}"
+        counts = {split: self.counts(split) for split in ("train", "val")}
+        return {"source": source, "notes": [], "digest": digest, **counts}
 
     def tokenizer(self) -> tok.Tokenizer:
         """The tokenizer that made the shards; another one in its place is refused."""
-        path, made = self.path / tok.FILE, self.index["tokenizer"]
-        same = file_sha256(path) == made["sha256"]
-        tokenizer = tok.load_tokenizer(path) if same else None
-        if tokenizer is None or tokenizer.vocab_size != made["vocab_size"]:
-            raise UserError(
-                f"{path}: not the tokenizer that made the shards (by its checksum or "
-                f"size in {INDEX}); put that file back or prepare the folder anew"
-            )
+        made = self.index["tokenizer"]
+        tokenizer = tok.load_tokenizer(self.path / tok.FILE, made["sha256"])
         tokenizer.name = made["name"]
         return tokenizer
-
-    def verify(self) -> None:
-        """Read every file and compare its checksum; all that differ are named."""
-        files = {shard.name: shard.sha256 for shard in self.shards}
-        files[tok.FILE] = self.index["tokenizer"]["sha256"]
-        bad = [n for n, sha in files.items() if file_sha256(self.path / n) != sha]
-        said = f"altered since it was written: {', '.join(bad)}"
-        check(not bad, f"{self.path}: {said}; prepare the folder anew")
 
 
 def open_folder(path: Path, *, finished: bool = True) -> Folder:

@@ -46,17 +46,12 @@ class ByteTokenizer:
         """The file in which the tokenizer is kept."""
         return b'{"model": {"type": "bytes"}}\n'
 
-    def save(self, path: Path) -> str:
-        """Write the file; returns its SHA-256."""
-        return write_atomically(path, [self.content()])
-
 
 class SubwordTokenizer:
     """A tokenizer of the `tokenizers` library."""
 
     def __init__(self, tokenizer: Any, name: str):
-        self.name = name
-        self._tokenizer = tokenizer
+        self.name, self._tokenizer = name, tokenizer
         # A separator spelled out inside a document is text like any other.
         tokenizer.encode_special_tokens = True
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
@@ -86,12 +81,14 @@ class SubwordTokenizer:
     def content(self) -> bytes:
         return self._tokenizer.to_str(pretty=True).encode()
 
-    def save(self, path: Path) -> str:
-        # Its own `save` raises bare Exception where the file cannot be written.
-        return write_atomically(path, [self.content()])
-
 
 Tokenizer = ByteTokenizer | SubwordTokenizer
+
+
+def save(tokenizer: Tokenizer, path: Path) -> str:
+    """Write the tokenizer's file; returns its SHA-256."""
+    # The library's own `save` raises bare Exception where the file cannot be written.
+    return write_atomically(path, [tokenizer.content()])
 
 
 def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -112,20 +109,12 @@ def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:
     """Train a byte-level BPE on the documents; a terminal shows how far it is."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
-    )
+    bpe = tokenizers.ByteLevelBPETokenizer()
     texts = (document.decode("utf-8") for document in documents)
-    tokenizer.train_from_iterator(texts, trainer=trainer)
-    return SubwordTokenizer(tokenizer, f"bpe {tokenizer.get_vocab_size()}")
+    more: Any = {"special_tokens": [END], "show_progress": sys.stderr.isatty()}
+    bpe.train_from_iterator(texts, vocab_size, min_frequency=0, **more)
+    trained = tokenizers.Tokenizer.from_str(bpe.to_str())
+    return SubwordTokenizer(trained, f"bpe {trained.get_vocab_size()}")
 
 
 def load_tokenizer(path: Path, sha256: str | None = None) -> Tokenizer:
@@ -141,14 +130,13 @@ def load_tokenizer(path: Path, sha256: str | None = None) -> Tokenizer:
         text = raw.decode()
         if json.loads(text)["model"].get("type") == "bytes":
             return ByteTokenizer()
-        tokenizer = tokenizers.Tokenizer.from_str(text)
+        return SubwordTokenizer(tokenizers.Tokenizer.from_str(text), str(path))
     except OSError as error:
         raise UserError(f"--tokenizer {path}: {error.strerror}") from None
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
-    return SubwordTokenizer(tokenizer, str(path))
 
 
 def make_tokenizer(name: str, vocab_size: int, documents: Iterable[bytes]) -> Tokenizer:
@@ -160,7 +148,18 @@ def make_tokenizer(name: str, vocab_size: int, documents: Iterable[bytes]) -> To
     return load_tokenizer(Path(name))
 
 
-def stream(pieces: Sequence[np.ndarray], end: int, dtype: Any) -> np.ndarray:
+def _stream(pieces: Sequence[np.ndarray], end: int, dtype: str) -> np.ndarray:
     """Join per-document arrays, each followed by `end`."""
     ended = (part for piece in pieces for part in (piece, [end]))
     return np.concatenate([np.asarray(part, dtype) for part in ended])
+
+
+def streams(
+    tokenizer: Tokenizer, split: str, documents: Sequence[bytes]
+) -> dict[str, np.ndarray]:
+    """The token ids of a split and, of the validation text, the bytes of each token."""
+    dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+    made = {split: _stream(tokenizer.encode(documents), tokenizer.end_id, dtype)}
+    if split == "val":  # the end of a document is a token to predict, but no byte
+        made["val_bytes"] = _stream(tokenizer.byte_counts(documents), 0, "<u4")
+    return made

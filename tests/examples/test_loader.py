@@ -30,7 +30,7 @@ def bpe() -> tok.SubwordTokenizer:
 
 def test_bytes_are_tokens() -> None:
     tokenizer = tok.ByteTokenizer()
-    ids = tok.stream(tokenizer.encode(DOCUMENTS), tokenizer.end_id, np.uint16)
+    ids = tok._stream(tokenizer.encode(DOCUMENTS), tokenizer.end_id, "<u2")
     parts = [bytes(part.astype(np.uint8)) for part in np.split(ids, [0])]
     assert len(parts[1]) == len(ids) == sum(map(len, DOCUMENTS)) + 3
     assert np.flatnonzero(ids == tokenizer.end_id).tolist() == [
@@ -73,7 +73,7 @@ def test_a_saved_tokenizer_can_be_used_again(
     bpe: tok.SubwordTokenizer, tmp_path: Path
 ) -> None:
     path = tmp_path / "tokenizer.json"
-    bpe.save(path)
+    tok.save(bpe, path)
     again = tok.make_tokenizer(str(path), 0, [])
     assert (again.vocab_size, again.end_id) == (bpe.vocab_size, bpe.end_id)
     for one, two in zip(bpe.encode(DOCUMENTS), again.encode(DOCUMENTS), strict=True):
@@ -227,7 +227,7 @@ def test_another_tokenizer_has_another_digest(tmp_path: Path, text_path: Path) -
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     text = text_path.read_bytes()
     for path, part in ((one, text[:20_000]), (two, text[-20_000:])):
-        tok.train_bpe([part], 300).save(path)
+        tok.save(tok.train_bpe([part], 300), path)
 
     def digest(path: Path) -> str:
         options = ["--data", str(text_path), "--seq-len", "32", "--batch-size", "4"]

@@ -18,7 +18,7 @@ from examples.files import (
     write_json,
 )
 from examples.options import UserError
-from examples.runs import claim_folder, locked
+from examples.runs import claimed
 
 TRAIN = {"kind": "train", "optimizer": "muon2", "step": 1, "tokens": 8, "seconds": 0.1}
 TRAIN |= {"loss": 5.5}
@@ -112,12 +112,13 @@ def test_replacing_a_file_fails_in_one_line(
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    begun = config.parse(["--out", str(tmp_path)])
+    with claimed(begun):
         with pytest.raises(UserError, match="another run is writing there"):
-            with locked(tmp_path):
+            with claimed(begun):
                 raise AssertionError("two runs in one folder")
-    with locked(tmp_path):
-        pass
+    with claimed(begun) as folder:
+        assert folder == tmp_path
 
 
 @pytest.mark.parametrize("damage", ["digit", "cut", "empty", "[]", "null", "[" * 9_999])
@@ -150,7 +151,8 @@ def test_without_its_config_a_run_does_not_go_on(
     argv = ["--out", str(tmp_path), "--resume", mode]
     if mode == "no":
         with pytest.raises(UserError, match="already holds a run"):
-            claim_folder(config.parse(argv))
+            with claimed(config.parse(argv)):
+                raise AssertionError("two runs in one folder")
         return
     assert pretrain.main(argv) == 2
     err = capsys.readouterr().err

@@ -45,14 +45,14 @@ def test_shards_hold_the_tokens_of_the_text(folder: Path) -> None:
     assert len(opened.split("train")) > 2
     (train, val), tokenizer = texts_of(folder.parent), opened.tokenizer()
     for split, documents in (("train", train), ("val", val)):
-        expected = tok.stream(tokenizer.encode(documents), tokenizer.end_id, np.int32)
+        expected = tok._stream(tokenizer.encode(documents), tokenizer.end_id, "<u4")
         stream = opened.stream(split)
         np.testing.assert_array_equal(stream[0 : len(stream)], expected)
         chosen = opened.split(split)
         assert sum(shard.documents for shard in chosen) == len(documents)
         assert sum(shard.bytes for shard in chosen) == sum(map(len, documents))
         assert sum(shard.tokens for shard in chosen) == len(expected)
-    counts = tok.stream(tokenizer.byte_counts(val), 0, np.int64)
+    counts = tok._stream(tokenizer.byte_counts(val), 0, "<u4")
     stream = opened.stream("val_bytes")
     np.testing.assert_array_equal(stream[0 : len(stream)], counts)
 
@@ -97,22 +97,6 @@ def test_truncated_and_missing_files_are_named(copy: Path) -> None:
         assert "val_00000.bytes is missing" in str(error.value)
 
 
-def test_altered_files_are_named(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--verify", str(copy)]) == 0
-    path = copy / "train_00001.bin"
-    raw = bytearray(path.read_bytes())
-    raw[100] ^= 1
-    path.write_bytes(raw)
-    (copy / tok.FILE).write_text((copy / tok.FILE).read_text() + " ")
-    shards.open_folder(copy)  # sizes alone do not tell
-    assert main(["--verify", str(copy)]) == 2
-    said = capsys.readouterr().err
-    assert "train_00001.bin, tokenizer.json" in said
-    assert "train_00000.bin" not in said
-
-
 @pytest.mark.parametrize(
     "content", ["", "{}", '{"format": "other"}', "[]", '{"shards": 3', "[" * 100_000]
 )
@@ -136,21 +120,16 @@ def test_another_tokenizer_is_refused(copy: Path) -> None:
     options = ["--data", str(copy), "--seq-len", "64", "--batch-size", "4"]
     path = copy / tok.FILE
     good = path.read_text()
-    tok.ByteTokenizer().save(path)
-    with pytest.raises(
-        UserError, match=r"tokenizer\.json: not the tokenizer that made"
-    ):
+    tok.save(tok.ByteTokenizer(), path)
+    said = r"tokenizer\.json: altered or damaged \(its SHA-256 is another\)"
+    with pytest.raises(UserError, match=said):
         loader.load(parse(options))
     # Of the same size: only the checksum tells.
     path.write_text(json.dumps(json.loads(good)))
-    with pytest.raises(UserError, match=r"tokenizer\.json: not the tokenizer .* check"):
+    with pytest.raises(UserError, match=said):
         loader.load(parse(options))
     path.write_text(good)
-    index = read_json(copy / shards.INDEX)
-    index["tokenizer"]["vocab_size"] = 399
-    write_json(copy / shards.INDEX, index)
-    with pytest.raises(UserError, match=r"tokenizer\.json: not the tokenizer .* size"):
-        loader.load(parse(options))
+    assert loader.load(parse(options)).tokenizer.vocab_size == 400
 
 
 def test_content_that_changed_is_named_when_it_is_read(copy: Path) -> None:
