@@ -280,6 +280,5 @@ def parse(
     argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Config:
     """Read the command line; `UserError`, of one line, for a bad option."""
-    prog = "python -m examples.pretrain"
-    about = "Train a language model on real text and compare optimizers."
-    return Config(**options.parse(SECTIONS, argv, prog, about, defaults, CONDITIONS))
+    words = "examples.pretrain", "Train a language model on text, compare optimizers."
+    return Config(**options.parse(SECTIONS, argv, *words, defaults, CONDITIONS))

@@ -153,33 +153,20 @@ def from_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], like: Any)
     return jax.tree.map(place, params, like)
 
 
-def _crc(numbers: np.ndarray) -> str:
-    return f"{zlib.crc32(numbers.tobytes()):08x}"
-
-
 def write(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
     """Write a file of tensors in F32, BF16 or F16, with a checksum for each."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     pieces, end = [], 0
     for name, tensor in tensors.items():
-        pieces.append(np.ascontiguousarray(tensor.astype(_DTYPES[dtype])))
+        numbers = np.ascontiguousarray(tensor.astype(_DTYPES[dtype]))
+        pieces.append(numbers.view(np.uint8))
         begin, end = end, end + pieces[-1].nbytes
         offsets = {"data_offsets": [begin, end]}
         header[name] = {"dtype": dtype, "shape": [*tensor.shape], **offsets}
-        header["__metadata__"][f"crc32 {name}"] = _crc(pieces[-1])
+        header["__metadata__"][f"crc32 {name}"] = f"{zlib.crc32(pieces[-1]):08x}"
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at a multiple of eight bytes
-    raw = (piece.view(np.uint8) for piece in pieces)
-    write_atomically(path, [len(text).to_bytes(8, "little"), text, *raw])
-
-
-def _tensor(data: np.ndarray, entry: dict[str, Any], crc: str | None) -> np.ndarray:
-    """One tensor of a file; `ValueError` and others if it is damaged."""
-    begin, end = entry["data_offsets"]
-    raw = data[begin:end]
-    if not 0 <= begin <= end <= len(data) or crc not in (None, _crc(raw)):
-        raise ValueError("its numbers are not those that were written")
-    return np.frombuffer(raw, _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    write_atomically(path, [len(text).to_bytes(8, "little"), text, *pieces])
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -199,7 +186,12 @@ def read(path: Path) -> dict[str, np.ndarray]:
     tensors, data = {}, raw[size:]
     for name, entry in header.items():
         try:
-            tensors[name] = _tensor(data, entry, crcs[name])
+            begin, end = entry["data_offsets"]
+            numbers, inside = data[begin:end].tobytes(), 0 <= begin <= end <= len(data)
+            if not inside or crcs[name] not in (None, f"{zlib.crc32(numbers):08x}"):
+                raise ValueError("its numbers are not those that were written")
+            flat = np.frombuffer(numbers, _DTYPES[entry["dtype"]])
+            tensors[name] = flat.reshape(entry["shape"])
         except damage as error:
             said = f"tensor {name} is cut short, damaged or of an unknown dtype"
             raise UserError(f"{path}: {said} ({error})") from None
@@ -231,8 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
 
     def run() -> None:
-        about = "Write the parameters of a run as a safetensors file."
-        given: ExportConfig = options.parse_one(ExportConfig, argv, about)
+        words = "examples.export", "Write the parameters of a run as safetensors."
+        given = options.parse({"export": ExportConfig}, argv, *words)["export"]
         params, config, _ = load_params(given.run, given.optimizer, given.step)
         tensors = to_tensors(config.model, params)
         write(Path(given.out), tensors, given.dtype)

@@ -1,7 +1,6 @@
 """Files that survive a kill and a full disk: whole or not at all, line by line."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -106,11 +105,9 @@ def read_metrics(path: Path) -> list[Record]:
 class RecordFile:
     """Appends records, each at once and whole, so that a kill cannot take it back."""
 
-    def __init__(self, path: Path, *, new: bool = False):
+    def __init__(self, path: Path):
         self._path = path
         try:
-            if new and path.exists() and path.stat().st_size:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             self._file = path.open("ab", buffering=0)
             # A last line that a kill cut off goes: the next would be joined to it.
             self._file.truncate(path.read_bytes().rfind(b"\n") + 1)

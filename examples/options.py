@@ -136,7 +136,7 @@ def build(sections: Mapping[str, type], values: Mapping[str, Any]) -> dict[str, 
 def parse(
     sections: Mapping[str, type],
     argv: Sequence[str] | None,
-    prog: str,
+    module: str,
     description: str,
     defaults: Mapping[str, Any] | None = None,
     conditions: Conditions | None = None,
@@ -146,7 +146,8 @@ def parse(
     `defaults` by field take the place of the declared ones. Options whose `conditions`
     do not hold must be left at them.
     """
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    about = {"prog": f"python -m {module}", "description": description}
+    parser = _Parser(**about, allow_abbrev=False)
     for name, section in sections.items():
         group = parser.add_argument_group(name, (section.__doc__ or "").split("\n")[0])
         hints = typing.get_type_hints(section)
@@ -161,16 +162,3 @@ def parse(
         unchanged = given[name] == parser.get_default(name)
         check(unchanged or acts(given), f"{flag(name)} acts only {where}")
     return build(sections, given)
-
-
-def parse_one(
-    section: type,
-    argv: Sequence[str] | None,
-    about: str,
-    package: str = "examples",
-    conditions: Conditions | None = None,
-) -> Any:
-    """The options of a command that has one section of them."""
-    name = section.__name__.removesuffix("Config").lower()
-    words = argv, f"python -m {package}.{name}", about
-    return parse({name: section}, *words, conditions=conditions)[name]

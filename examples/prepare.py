@@ -13,7 +13,7 @@ from typing import Any
 
 from examples import options
 from examples.config import BPE
-from examples.data import shards, text
+from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.corpus import Corpus, Group
 from examples.data.loader import prefetch
@@ -43,8 +43,8 @@ class PrepareConfig(Options):
 
     def corpus(self) -> Corpus:
         """The text, to be read once."""
-        reader = text.Reader(self.text_field, self.skip_bad)
-        return Corpus(self.data, self.val_fraction, reader=reader)
+        fields = {"field": self.text_field, "skip_bad": self.skip_bad}
+        return Corpus(self.data, self.val_fraction, **fields)
 
 
 def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
@@ -93,14 +93,14 @@ def _write_group(
     What a stop leaves behind without it is written anew, to the same bytes.
     """
     for split, documents in zip(("train", "val"), group):
-        number = sum(shard["split"] == split for shard in index["shards"])
-        sizes = len(documents), sum(map(len, documents))
-        made = tok.streams(tokenizer, split, documents) if documents else {}
-        for kind, data in made.items():
-            suffix = ".bytes" if kind == "val_bytes" else ".bin"
-            file = folder / f"{split}_{number:05d}{suffix}"
-            shard = shards.write_shard(file, kind, data, *sizes)
-            index["shards"].append(dataclasses.asdict(shard))
+        if documents:
+            number = sum(shard["split"] == split for shard in index["shards"])
+            file, ids = (
+                folder / f"{split}_{number:05d}.bin",
+                tok.stream(tokenizer, documents),
+            )
+            sizes = len(documents), sum(map(len, documents))
+            index["shards"].append(shards.write_shard(file, split, ids, *sizes))
     index["groups"] += 1
     write_json(folder / shards.INDEX, index)
 
@@ -116,9 +116,9 @@ def prepare(config: PrepareConfig) -> shards.Folder:
         _write_group(path, group, tokenizer, index)
         tokens = sum(s["tokens"] for s in index["shards"] if s["split"] == "train")
         print(f"shard {index['groups']}, {tokens:,} training tokens so far", flush=True)
-    if corpus.reader.skipped:
-        print(f"lines that could not be read: {corpus.reader.skipped:,}")
-    index |= {"finished": True, "skipped": corpus.reader.skipped}
+    if corpus.skipped:
+        print(f"lines that could not be read: {corpus.skipped:,}")
+    index |= {"finished": True, "skipped": corpus.skipped}
     write_json(path / shards.INDEX, index)
     return shards.open_folder(path)
 
@@ -127,11 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
 
     def run() -> None:
-        about = "Turn text into token shards."
-        known = {"argv": argv, "about": about, "conditions": {"vocab_size": BPE}}
-        config: PrepareConfig = options.parse_one(PrepareConfig, **known)
+        words = "examples.prepare", "Turn text into token shards."
+        conditions = {"conditions": {"vocab_size": BPE}}
+        given = options.parse({"prepare": PrepareConfig}, argv, *words, **conditions)
         try:
-            folder = prepare(config)
+            folder = prepare(given["prepare"])
         except KeyboardInterrupt:
             said = "interrupted; the same command goes on"
             raise options.Interrupted(2, said) from None

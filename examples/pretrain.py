@@ -14,15 +14,10 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from examples import options, runs
 from examples.config import Config
 from examples.options import Failed, UserError
-
-if TYPE_CHECKING:
-    from examples.report import Report
-    from examples.setup import Setup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,11 +53,11 @@ def _pretrain(argv: Sequence[str] | None) -> None:
             for plan in plans:  # what is refused leaves the folder free
                 initial.load(made, plan)
         if first:  # before the records: what has them can be continued
-            _write_down(made, folder)
+            made.write_down(folder)
         report = stack.enter_context(Report(config, folder))
         received = stack.enter_context(train.signals())
         stack.enter_context(jax.set_mesh(made.mesh))
-        _describe(made, report, changes)
+        made.describe(report, changes)
         for plan in plans:
             if plan.name not in done:
                 training = train.Training(made, plan, report, folder, received)
@@ -116,57 +111,6 @@ def _advice_for_full_memory() -> Generator[None]:
                 "or more, --remat full, or a --mesh of more devices"
             ) from None
         raise
-
-
-def _write_down(setup: "Setup", folder: Path) -> None:
-    """What a continuation or a reader needs: options, tokenizer, routing."""
-    from examples.data import tokens as tok
-    from examples.files import write_atomically
-    from examples.models import matrix_rules
-
-    config, tokenizer = setup.config, setup.data.tokenizer
-    digest = setup.data.about["digest"]
-    saved = tok.save(tokenizer, folder / tok.FILE)
-    runs.store_settings(folder, config, tokenizer.vocab_size, digest, saved)
-    routing = matrix_rules(config.model).describe(setup.params) + "\n"
-    write_atomically(folder / "parameters.txt", [routing.encode()])
-
-
-def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
-    """Say and record what is about to be trained on what.
-
-    `changes`: what is not as it was when the run was begun.
-    """
-    from examples.mesh import environment
-    from examples.models import count_parameters
-
-    config, data, text = setup.config, setup.data, setup.data.about
-    run, model = config.run, config.model
-    count, active = count_parameters(model, setup.params)
-    tokens = run.steps * run.batch_size * model.seq_len
-    epochs = tokens / (data.train.windows * model.seq_len)
-
-    def listed(parts: dict[str, Any]) -> str:
-        return ", ".join(f"{number:,} {name}" for name, number in parts.items())
-
-    report.say(
-        f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}",
-        *(f"  {name} {listed(text[name])}" for name in ("train", "val")),
-        *(f"  {note}" for note in text["notes"]),
-        f"model: {model.model}, {count:,} parameters ({active:,} active), "
-        f"{model.dtype}, vocabulary {data.tokenizer.vocab_size:,}",
-        f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = {tokens:,} "
-        f"tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}; validation "
-        f"on {data.val.tokens:,} tokens",
-        "machine: " + ", ".join(f"{k} {v}" for k, v in environment().items()),
-        "mesh: " + ", ".join(f"{k}={v}" for k, v in setup.mesh.shape.items()),
-        *changes,
-    )
-    if config.optim.warmup_steps >= run.steps:
-        report.say("note: the warm-up is no shorter than the run (--warmup-steps)")
-    about = {"config": dataclasses.asdict(config), "environment": environment()}
-    about |= {"parameters": count, "text": text, "changes": list(changes)}
-    report.record("run", **about)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,7 @@ class Report:
         self._folder, self._run, self._shown_at = folder, config.run, 0.0
         active = jax.process_index() == 0
         self._console = Console(highlight=False, quiet=not active)
-        # A new run never writes into the file of another.
-        new, path = config.save.resume == "no", folder / METRICS_FILE
-        self._file = RecordFile(path, new=new) if active else None
+        self._file = RecordFile(folder / METRICS_FILE) if active else None
 
     def __enter__(self) -> Self:
         return self
@@ -92,9 +90,8 @@ class Report:
         self._shown_at = now
         loss, speed = numbers["loss"], numbers["tokens_per_second"]
         left = (self._run.steps / step - 1) * numbers["tokens"] / speed
-        memory = numbers["memory_gib"]
         text = f"loss {loss:.3f}  ppl {perplexity(loss):,.1f}  {speed:,.0f} tok/s"
-        text += f"  {memory:.1f} GiB" if memory else ""
+        text += f"  {numbers['memory_gib']:.1f} GiB" if numbers["memory_gib"] else ""
         text += f"  skipped {numbers['skipped']}" if numbers["skipped"] else ""
         self.step(name, step, f"{text}  eta {left // 60:.0f}:{left % 60:02.0f}")
 

@@ -80,10 +80,9 @@ class Training:
 
     def result(self) -> dict[str, Any]:
         """Train; the record of the result."""
-        run, setup, plan = self._run, self._setup, self._plan
+        run, plan = self._run, self._plan
         self._report.step(self._name, (self._store.steps() or [0])[-1], "compiling")
-        abstract = steps.abstract_state(plan.transform, setup.params, setup.mesh)
-        compiled = self._compiled(abstract)
+        abstract, compiled = self._setup.compile_step(plan)
         self._state = self._start(abstract)
         compile_seconds, first = time.perf_counter() - self._begin, self._mark[0]
         self._since = time.perf_counter()
@@ -117,14 +116,6 @@ class Training:
     def close(self) -> None:
         """Wait for the checkpoint under way."""
         self._store.close()
-
-    def _compiled(self, abstract: steps.TrainState) -> Any:
-        setup, plan, config = self._setup, self._plan, self._setup.config
-        vocab_size, parts = setup.data.tokenizer.vocab_size, self._run.accumulate
-        chunks = steps.loss_chunks(config, vocab_size, setup.mesh, parts)
-        model = setup.graphdef, plan.transform, config, abstract
-        train_step = steps.make_train_step(*model, chunks, plan.schedule)
-        return train_step.lower(abstract, setup.tokens()).compile()
 
     def _start(self, abstract: steps.TrainState) -> steps.TrainState:
         """The state to go on from; records of steps after it are dropped."""

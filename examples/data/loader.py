@@ -76,23 +76,14 @@ class TrainBatches:
         return batch
 
 
-@dataclass(frozen=True)
-class EvalBatches:
-    """Fixed windows of the validation stream, spread evenly over it.
+def eval_batches(
+    stream: Stream, batch_size: int, seq_len: int, max_tokens: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Windows of about `max_tokens` tokens (0: all), spread evenly over a stream.
 
     Each batch is (tokens (B, L+1), weight (B,)); the last batch is filled up with rows
     of weight zero, so that every batch has the same shape.
     """
-
-    batches: list[tuple[np.ndarray, np.ndarray]]
-    tokens: int
-    bytes: int
-
-
-def eval_batches(
-    stream: Stream, byte_counts: Stream, batch_size: int, seq_len: int, max_tokens: int
-) -> EvalBatches:
-    """Choose about `max_tokens` validation tokens (0: all) and count their bytes."""
     windows = max(0, len(stream) - 1) // seq_len
     check(
         windows > 0,
@@ -102,12 +93,10 @@ def eval_batches(
     wanted = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
     starts = (np.arange(wanted) * windows // wanted * seq_len).tolist()
     rows = np.stack([stream[i : i + seq_len + 1] for i in starts]).astype(np.int32)
-    covered = sum(int(byte_counts[i + 1 : i + 1 + seq_len].sum()) for i in starts)
     rows = np.pad(rows, ((0, -wanted % batch_size), (0, 0)))
     weight = (np.arange(len(rows)) < wanted).astype(np.float32)
     parts = (slice(i, i + batch_size) for i in range(0, len(rows), batch_size))
-    batches = [(rows[part], weight[part]) for part in parts]
-    return EvalBatches(batches, wanted * seq_len, covered)
+    return [(rows[part], weight[part]) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -120,11 +109,16 @@ class Dataset:
     about: dict[str, Any]
     tokenizer: tok.Tokenizer
     train: TrainBatches
-    val: EvalBatches
+    val: list[tuple[np.ndarray, np.ndarray]]
+
+    @property
+    def val_tokens(self) -> int:
+        """How many tokens a validation looks at."""
+        return int(sum(weight.sum() for _, weight in self.val)) * self.train.seq_len
 
 
 def _from_text(config: DataConfig) -> tuple[dict[str, Any], tok.Tokenizer, Any]:
-    """A description of the text, its tokenizer, and its streams by name."""
+    """A description of the text, its tokenizer, and the stream of each split."""
     corpus = Corpus(config.data, config.val_fraction, config.max_bytes)
     parts = [list(chain(*part)) for part in zip(*corpus.groups())]
     tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, parts[0])
@@ -132,17 +126,17 @@ def _from_text(config: DataConfig) -> tuple[dict[str, Any], tok.Tokenizer, Any]:
     # Of the ids, not of a tokenizer.json: its layout changes with its library.
     sha, streams = hashlib.sha256(str(tokenizer.vocab_size).encode()), {}
     for split, documents in zip(("train", "val"), parts):
-        streams |= tok.streams(tokenizer, split, documents)
-        sizes = len(documents), sum(map(len, documents)), len(streams[split])
+        streams[split] = ids = tok.stream(tokenizer, documents)
+        sizes = len(documents), sum(map(len, documents)), len(ids)
         about[split] = dict(zip(("documents", "bytes", "tokens"), sizes))
-        sha.update(streams[split].data)
+        sha.update(ids.data)
         sha.update(b"".join(documents))
     return about | {"digest": sha.hexdigest()[:16]}, tokenizer, streams
 
 
 def load(config: Config) -> Dataset:
     """Token shards if `--data` is a folder of them, else text to read and tokenize."""
-    folder = shards.find(config.data.data)
+    folder, run = shards.find(config.data.data), config.run
     if folder is None:
         about, tokenizer, streams = _from_text(config.data)
     else:
@@ -151,11 +145,11 @@ def load(config: Config) -> Dataset:
             said = "token shards bring their own tokenizer and split; leave it out"
             check(not given, f"{flag(name)}: {said}")
         about, tokenizer = folder.about(), folder.tokenizer()
-        streams = {name: folder.stream(name) for name in ("train", "val", "val_bytes")}
+        streams = {split: folder.stream(split) for split in ("train", "val")}
     about["digest"] = f"{_ORDER_VERSION}-{about['digest']}"
-    sizes, run = (config.run.batch_size, config.model.seq_len), config.run
+    sizes = run.batch_size, config.model.seq_len
     train = TrainBatches(streams["train"], *sizes, run.seed)
-    val = eval_batches(streams["val"], streams["val_bytes"], *sizes, run.eval_tokens)
+    val = eval_batches(streams["val"], *sizes, run.eval_tokens)
     return Dataset(about, tokenizer, train, val)
 
 

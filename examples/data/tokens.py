@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,15 @@ _AT_ONCE = 128
 
 
 class ByteTokenizer:
-    """One token per byte, and one more for the end of a document.
-
-    A tokenizer gives, for each of some documents, token ids without a separator
-    (`encode`) and the bytes that each of them stands for (`byte_counts`).
-    """
+    """One token per byte, and one more for the end of a document."""
 
     name = "bytes"
     vocab_size = 257
     end_id = 256
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The token ids of each document, without a separator."""
         return [np.frombuffer(text, np.uint8) for text in documents]
-
-    def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        return [np.ones(len(text), np.int64) for text in documents]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some tokens, separators left out."""
@@ -61,18 +55,14 @@ class SubwordTokenizer:
             end_id, self.vocab_size = self.vocab_size, self.vocab_size + 1
         self.end_id = end_id
 
-    def _encode(self, documents: Sequence[bytes]) -> Iterator[Any]:
+    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        found: list[np.ndarray] = []
         for first in range(0, len(documents), _AT_ONCE):
             part = documents[first : first + _AT_ONCE]
             texts = [document.decode("utf-8") for document in part]
-            yield from self._tokenizer.encode_batch(texts, add_special_tokens=False)
-
-    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        return [np.asarray(item.ids, np.int32) for item in self._encode(documents)]
-
-    def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        pairs = zip(documents, self._encode(documents), strict=True)
-        return [_bytes_per_token(text, item.offsets) for text, item in pairs]
+            made = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            found += (np.asarray(item.ids, np.int32) for item in made)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in map(int, ids) if i != self.end_id]
@@ -89,22 +79,6 @@ def save(tokenizer: Tokenizer, path: Path) -> str:
     """Write the tokenizer's file; returns its SHA-256."""
     # The library's own `save` raises bare Exception where the file cannot be written.
     return write_atomically(path, [tokenizer.content()])
-
-
-def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Share the bytes of a document out over its tokens, each byte exactly once.
-
-    Offsets count characters, and the tokens of a character that was split into bytes
-    all carry the offsets of the whole: the first of them is given all its bytes.
-    """
-    raw = np.frombuffer(document, np.uint8)
-    starts = np.flatnonzero((raw & 0xC0) != 0x80)  # bytes that begin a character
-    byte_at = np.append(starts, len(raw))
-    ends = np.asarray([end for _, end in offsets], np.int64)
-    ends = np.maximum.accumulate(ends)
-    if len(ends):
-        ends[-1] = len(starts)  # what follows the last token counts as well
-    return np.diff(byte_at[ends], prepend=0)
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:
@@ -148,18 +122,8 @@ def make_tokenizer(name: str, vocab_size: int, documents: Iterable[bytes]) -> To
     return load_tokenizer(Path(name))
 
 
-def _stream(pieces: Sequence[np.ndarray], end: int, dtype: str) -> np.ndarray:
-    """Join per-document arrays, each followed by `end`."""
-    ended = (part for piece in pieces for part in (piece, [end]))
+def stream(tokenizer: Tokenizer, documents: Sequence[bytes]) -> np.ndarray:
+    """The token ids of documents, each followed by the tokenizer's separator."""
+    dtype, end = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4", [tokenizer.end_id]
+    ended = (part for ids in tokenizer.encode(documents) for part in (ids, end))
     return np.concatenate([np.asarray(part, dtype) for part in ended])
-
-
-def streams(
-    tokenizer: Tokenizer, split: str, documents: Sequence[bytes]
-) -> dict[str, np.ndarray]:
-    """The token ids of a split and, of the validation text, the bytes of each token."""
-    dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-    made = {split: _stream(tokenizer.encode(documents), tokenizer.end_id, dtype)}
-    if split == "val":  # the end of a document is a token to predict, but no byte
-        made["val_bytes"] = _stream(tokenizer.byte_counts(documents), 0, "<u4")
-    return made

@@ -264,7 +264,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch, params: Any, tmp_path: Path) -> 
     """A run's parameters, without a run."""
     found = params, CONFIG, None
     monkeypatch.setattr(sample, "load_params", lambda *_, **__: found)
-    monkeypatch.setattr(runs, "stored_settings", lambda _: {})
+    monkeypatch.setattr(runs, "stored_settings", lambda _: {"vocab_size": 257})
 
 
 def test_a_run_is_evaluated_and_recorded(

@@ -78,7 +78,7 @@ def test_files_named_val_are_held_out(run: Run, text: Path, tmp_path: Path) -> N
     assert train == [*DOCUMENTS[:5], *DOCUMENTS[6:]]
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 22])
+@pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 17])
 def test_a_stopped_preparation_goes_on(
     run: Run,
     text: Path,

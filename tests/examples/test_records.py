@@ -29,7 +29,7 @@ def test_a_line_that_a_kill_cut_off_is_removed_before_the_next(tmp_path: Path) -
     whole = json.dumps(TRAIN) + "\n"
     for tail in ('{"kind": "tr', "\0" * 40, whole[:-1]):
         path.write_text(whole + tail)
-        file = RecordFile(path, new=False)
+        file = RecordFile(path)
         file.write(TRAIN | {"step": 2})
         assert [r["step"] for r in read_metrics(path)] == [1, 2]
         assert [r["step"] for r in file.rewind(lambda r: r["step"] == 2)] == [2]
@@ -37,7 +37,7 @@ def test_a_line_that_a_kill_cut_off_is_removed_before_the_next(tmp_path: Path) -
         file.close()
         assert [r["step"] for r in read_metrics(path)] == [2, 3]
     path.write_text('{"kind"')
-    RecordFile(path, new=False).close()
+    RecordFile(path).close()
     assert path.read_bytes() == b""
 
 
@@ -58,7 +58,7 @@ def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
         read_metrics(path)
     with pytest.raises(UserError, match="line 2"):
-        RecordFile(path, new=False).rewind(lambda _: True)
+        RecordFile(path).rewind(lambda _: True)
     assert path.read_bytes() == before
 
 
@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_whole_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    file = RecordFile(path, new=True)
+    file = RecordFile(path)
     file.write(TRAIN)
     disk = FullDisk(file._file, room=30)
     monkeypatch.setattr(file, "_file", disk)

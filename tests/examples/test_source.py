@@ -23,7 +23,7 @@ def test_a_run_killed_before_its_first_record_goes_on(
 ) -> None:
     """At the latest when its records exist, so do its options."""
 
-    def killed(path: Path, *, new: bool) -> RecordFile:
+    def killed(path: Path) -> RecordFile:
         path.touch()
         raise KeyboardInterrupt
 
