@@ -49,8 +49,9 @@ def run_command(name: str, run: Callable[[], int | None]) -> int:
         return run() or 0
     except UserError as error:
         said, code = f"error: {error}", error.code
-    except PermissionError as error:
-        said, code = f"error: {error.filename}: {error.strerror}", 2
+    except OSError as error:  # of a file or folder that may not be read, say
+        place = f"{error.filename}: " if error.filename else ""
+        said, code = f"error: {place}{error.strerror or error}", 2
     except Interrupted as stopped:
         said, code = str(stopped), stopped.code
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from examples.data import tokens as tok
 from examples.data.corpus import Corpus, Group
 from examples.data.loader import prefetch
 from examples.files import WriteFailed, write_json
-from examples.options import Options, UserError, check, option
+from examples.options import Options, check, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +95,9 @@ def _write_group(
     for split, documents in zip(("train", "val"), group):
         if documents:
             number = sum(shard["split"] == split for shard in index["shards"])
-            file, ids = (
-                folder / f"{split}_{number:05d}.bin",
-                tok.stream(tokenizer, documents),
-            )
+            file = folder / f"{split}_{number:05d}.bin"
             sizes = len(documents), sum(map(len, documents))
+            ids = tok.stream(tokenizer, documents)
             index["shards"].append(shards.write_shard(file, split, ids, *sizes))
     index["groups"] += 1
     write_json(folder / shards.INDEX, index)
@@ -135,9 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             said = "interrupted; the same command goes on"
             raise options.Interrupted(2, said) from None
-        except OSError as error:  # of a folder that may not be read
-            place = f"{error.filename}: " if error.filename else ""
-            raise UserError(f"{place}{error.strerror or error}") from None
         for split in ("train", "val"):
             counts = folder.counts(split).items()
             print(f"{split}:", ", ".join(f"{n:,} {name}" for name, n in counts))

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from examples.config import Config
 from examples.files import Record, RecordFile
@@ -41,7 +38,6 @@ class Report:
     def __init__(self, config: Config, folder: Path):
         self._folder, self._run, self._shown_at = folder, config.run, 0.0
         active = jax.process_index() == 0
-        self._console = Console(highlight=False, quiet=not active)
         self._file = RecordFile(folder / METRICS_FILE) if active else None
 
     def __enter__(self) -> Self:
@@ -55,9 +51,9 @@ class Report:
             self._file.close()
 
     def say(self, *lines: str) -> None:
-        """Print lines as they are, without colours or wrapping."""
-        for line in lines:
-            self._console.print(line, markup=False, soft_wrap=True)
+        """Print lines at once, also where stdout is a file."""
+        if self._file is not None:
+            print(*lines, sep="\n", flush=True)
 
     def record(self, kind: str, **fields: Any) -> None:
         """Append one record to the JSONL file; a kill cannot take it back."""
@@ -103,15 +99,13 @@ class Report:
 
     def table(self, results: list[Record], figure: Path, seconds: float) -> None:
         """The closing table, and where the files are."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for key, (head, _) in _TABLE.items():
-            justify = "left" if key == "optimizer" else "right"
-            table.add_column(head, justify=justify, no_wrap=True)
-        best = min(result["val_loss"] for result in results)
+        rows = [[head for head, _ in _TABLE.values()]]
         for result in results:
             values = ((result[key], form) for key, (_, form) in _TABLE.items())
-            cells = ("-" if value is None else format(value, f) for value, f in values)
-            table.add_row(*cells, style="bold" if result["val_loss"] == best else "")
-        self._console.print(table)
+            row = ("-" if value is None else format(value, f) for value, f in values)
+            rows.append(list(row))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        for row in rows:
+            self.say("  ".join(map(str.rjust, row, widths)))
         metrics = self._folder / METRICS_FILE
         self.say(f"plot: {figure}", f"metrics: {metrics}", f"total: {seconds:.1f} s")
