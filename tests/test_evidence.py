@@ -18,6 +18,7 @@ from benchmarks.evidence import (
     cells,
     claims,
     data,
+    first_steps,
     plan,
     report,
     run,
@@ -216,6 +217,44 @@ def test_scaled_gradients_enter_the_momentum():
     np.testing.assert_allclose(seen.updates["kernel"], want, rtol=1e-4)
 
 
+def test_an_arm_for_some_matrices_leaves_the_others_to_muon():
+    rng = np.random.default_rng(5)
+    tree = {"blocks": [{"attention": {"kernel": 0}, "mlp": {"down": {"kernel": 0}}}]}
+    params, grads = (
+        jax.tree.map(
+            lambda _: jax.numpy.asarray(rng.standard_normal((5, 7)), "float32"), tree
+        )
+        for _ in range(2)
+    )
+
+    def updates(arm):
+        hyper = arms.Hyper(0.1, 0.1, 0.0)
+        tx = arms.transform(arms.ARMS[arm], "none", m2.MatrixRules(), hyper)
+        (block,) = tx.update(grads, tx.init(params), params)[0]["blocks"]
+        return block
+
+    some, every, none = map(updates, ("muon2_f attention", plan.FIVE, plan.BASE))
+    for part, whole in (("attention", every), ("mlp", none)):
+        jax.tree.map(np.testing.assert_array_equal, some[part], whole[part])
+    assert np.any(some["mlp"]["down"]["kernel"] != every["mlp"]["down"]["kernel"])
+
+
+def test_a_look_at_one_matrix_knows_its_polar_factor():
+    """A diagonal matrix, whose singular values the steps map one by one."""
+    s = np.array([0.8, 0.6, 1e-3])  # of Frobenius norm 1, to 5e-7
+    want = s.copy()
+    for _ in range(3):
+        want = 3.4445 * want - 4.7750 * want**3 + 2.0315 * want**5
+    found = first_steps.compare(5 * np.diag(s), np.diag(want), arms.ARMS["muon K=3"])
+    assert found["error"] < 1e-5 and abs(found["largest"] - 0.8) < 1e-6
+    assert found["median"] == pytest.approx(0.6, rel=1e-6)
+    cosine = want.sum() / np.linalg.norm(want) / 3**0.5
+    assert found["cosine"] == pytest.approx(cosine, rel=1e-6)
+    off = first_steps.compare(np.diag(s), 1.1 * np.diag(want), arms.ARMS["muon K=3"])
+    assert off["error"] == pytest.approx(0.1, rel=1e-3)
+    assert off["cosine"] == pytest.approx(cosine, rel=1e-6)
+
+
 def test_schatten_norms_are_those_of_the_matrices():
     """From what is kept of a spectrum, also where one value stands out."""
     rng = np.random.default_rng(4)
@@ -345,7 +384,7 @@ def test_the_recommended_recipe_is_the_arm_that_was_measured():
         for shapes in [[("kernel", (6, 9)), ("bias", (9,))]] * 2
     )
     hyper = arms.Hyper(0.03, 2e-3, 0.0)
-    arm = arms.ARMS[plan.OURS]
+    arm = arms.ARMS[plan.FIVE]
     measured = arms.transform(arm, "hyperball", m2.MatrixRules(), hyper, clip=1e9)
     taken = []
     for tx in (names["tx"], measured):

@@ -6,6 +6,7 @@ for every arm.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ class Arm:
       after: what follows it: ``"neurons"`` (NorMuon), ``"entries"`` (AdaMuon) or none.
       nesterov, b2, eps, bias_correction, shape_scale: as in the library.
       ahead: beta of EMA-Nesterov around the whole optimizer, at the peak rate; 0: none.
+      only: regular expression for the paths of the matrices that this is for; all
+        other matrices have the direction of ``"muon K=5"``. Empty: all of them.
     """
 
     moment: str
@@ -61,6 +64,7 @@ class Arm:
     bias_correction: bool = False
     shape_scale: str = "spectral"
     ahead: float = 0.0
+    only: str = ""
 
 
 def _named(moment: str, steps: tuple[int, ...]) -> dict[str, Arm]:
@@ -110,6 +114,10 @@ ARMS: dict[str, Arm] = {
     "muon2_f K=3 ahead": dataclasses.replace(_BASE, ahead=0.5),
     "muon K=5 ahead": Arm("momentum", 5, ahead=0.5),
     "muon_eq K=3 schatten": Arm("equilibrated", 3, SCHATTEN),
+    # Which matrices profit from the second moment.
+    "muon2_f attention": Arm("factored", 5, FITTED, only="attention"),
+    "muon2_f mlp in": Arm("factored", 5, FITTED, only="mlp/(gate|up)"),
+    "muon2_f mlp out": Arm("factored", 5, FITTED, only="mlp/down"),
 }
 
 
@@ -238,14 +246,28 @@ def transform(
       clip: limit of the global gradient norm.
       watched: keep what enters Newton-Schulz in the state, as ``Watched``.
     """
-    matrix = optax.chain(
-        direction(arm, rules, watched), *step_size(control, rules, hyper)
-    )
+
+    def of_matrices(arm: Arm) -> Transform:
+        steps = step_size(control, rules, hyper)
+        return optax.chain(direction(arm, rules, watched), *steps)
+
     rest = optax.chain(
         m2.scale_by_second_moment(ADAM_B1, ADAM_B2, ADAM_EPS, bias_correction=True),
         optax.scale_by_learning_rate(hyper.adam_rate),
     )
-    routed = optax.partition({"matrix": matrix, "adam": rest}, rules.labels)
+    groups = {"matrix": of_matrices(arm), "adam": rest}
+    if arm.only:
+        groups["other"] = of_matrices(ARMS["muon K=5"])
+
+    def labels(params: Any) -> Any:
+        def label(path: Any, group: str) -> str:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            others = group == "matrix" and not re.search(arm.only, name)
+            return "other" if others else group
+
+        return jax.tree_util.tree_map_with_path(label, rules.labels(params))
+
+    routed = optax.partition(groups, labels)
     if arm.ahead:
         routed = m2.ema_nesterov(routed, hyper.ahead)
     return optax.chain(optax.clip_by_global_norm(clip), routed)

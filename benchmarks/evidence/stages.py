@@ -37,14 +37,19 @@ def grid(
 
 
 def best(
-    results: Results, arm: str, control: str, size: str = "llama_60m", trials: int = 1
+    results: Results,
+    arm: str,
+    control: str,
+    size: str = "llama_60m",
+    trials: int = 1,
+    steps: int = 0,
 ) -> Cell | None:
     """The best cell of the first seed; None before there are so many trials."""
     cells = [
         cell
         for cell in results
         if (cell.size, cell.arm, cell.control) == (size, arm, control)
-        and (cell.seed, cell.steps, cell.adam_rate) == (FIRST_SEED, 0, 0)
+        and (cell.seed, cell.steps, cell.adam_rate) == (FIRST_SEED, steps, 0)
     ]
     if len(cells) < trials:
         return None
@@ -57,6 +62,7 @@ def repeats(
     trials: int,
     seeds: Sequence[int],
     size: str = "llama_60m",
+    steps: int = 0,
 ) -> Stage:
     """Further seeds of each arm's best cell; if the bests differ, of both for both.
 
@@ -64,14 +70,14 @@ def repeats(
     """
 
     def stage(results: Results) -> list[Cell]:
-        found = [best(results, arm, control, size, trials) for arm in arms]
+        found = [best(results, arm, control, size, trials, steps) for arm in arms]
         if None in found:
             return []
         chosen = dict.fromkeys(
             (cell.rate, cell.decay) for cell in found if cell is not None
         )
         return [
-            Cell(size, arm, control, rate, decay, seed)
+            Cell(size, arm, control, rate, decay, seed, steps)
             for rate, decay in chosen
             for seed in seeds
             for arm in arms

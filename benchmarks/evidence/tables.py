@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import fit_schedules
+from benchmarks import fit_schedules, record
 from benchmarks.evidence import claims, mechanism
 from benchmarks.evidence.cells import Cell, perplexity_order
 from benchmarks.evidence.plan import BASE, OURS
@@ -167,6 +167,20 @@ def mechanism_table(phases: Mapping[tuple[str, str], mechanism.Phase]) -> str:
     cosines = [f"cosine, {head}" for head in heads]
     head = ["input of", "when", "median", "effective rank", "dead zone", *cosines]
     return table(head, rows)
+
+
+def first_steps_table(path: pathlib.Path = record.RESULTS / "first_steps.jsonl") -> str:
+    """The short runs of GPT-124M: the loss, and what Newton-Schulz made of them."""
+    rows = []
+    for row in map(json.loads, path.read_text().splitlines()):
+        looked = row.get("matrices", {}).values()
+        found = [[m[key] for m in looked] for key in ("median", "cosine", "error")]
+        texts = [f"{sum(x) / len(x):.4f}" if x else "" for x in found]
+        step, loss = row["curve"][-1][:2]
+        where = "kernels" if row["kernels"] else "stock XLA"
+        rows.append([row["arm"], f"{row['rate']:g}", where, f"{loss:.3f}", *texts])
+    head = ["arm", "rate", "products", f"loss after {step} steps"]
+    return table(head + ["median", "cosine", "error"], sorted(rows, key=lambda r: r[3]))
 
 
 def schedule_table(path: pathlib.Path = fit_schedules.FITS) -> str:

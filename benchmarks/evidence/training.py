@@ -5,7 +5,9 @@ that a grid takes one compilation for each arm and control.
 """
 
 import concurrent.futures
+import contextvars
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -82,7 +84,9 @@ class Trainer:
         control = "decay" if control == "none" else control
         key = arm, control, watched
         if key not in self._updates:
-            self._updates[key] = self._pool.submit(self._compile, *key)
+            # What this thread has set, such as ``hopper.kernels``, holds there too.
+            run = contextvars.copy_context().run
+            self._updates[key] = self._pool.submit(run, self._compile, *key)
         return self._updates[key]
 
     def _compile(self, arm: str, control: str, watched: bool) -> Any:
@@ -114,6 +118,7 @@ class Trainer:
         cell: Cell,
         look: Callable[[int, Any], None] | None = None,
         looks: Iterable[int] = (),
+        stop: int | None = None,
     ) -> dict[str, Any]:
         """Trains one cell and says how it went.
 
@@ -121,6 +126,7 @@ class Trainer:
           cell: what to train.
           look: called with the step and the optimizer's state, which then holds
             ``arms.Watched``, after each step in ``looks``.
+          stop: how many steps to run; None: all. The schedule is that of all.
 
         Returns:
           ``loss``: of the whole validation text at the end, in nats per token, None if
@@ -140,7 +146,7 @@ class Trainer:
         curve: list[list[float]] = []
         losses: list[Any] = []
         order = data.batches(self.train_windows, size.batch_size, steps, cell.seed)
-        for step, windows in enumerate(order):
+        for step, windows in enumerate(itertools.islice(order, stop)):
             share = rate_at(step, steps)
             hyper = Hyper(
                 *map(
