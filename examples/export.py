@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples import options
 from examples.checkpoint import load_params
 from examples.config import ModelConfig, TrainedConfig
 from examples.files import write_atomically
-from examples.options import UserError, check, option
+from examples.options import UserError, check, option, parse, run_command
 
 # Their names to ours, where # is the number of a block. torch's Linear is (out, in), so
 # that kernels of a LLaMA are transposed; GPT-2's Conv1D is (in, out) as ours is, and
@@ -212,13 +211,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         words = "examples.export", "Write the parameters of a run as safetensors."
-        given = options.parse({"export": ExportConfig}, argv, *words)["export"]
+        given = parse({"export": ExportConfig}, argv, *words)["export"]
         params, config, _ = load_params(given.run, given.optimizer, given.step)
         tensors = to_tensors(config.model, params)
         write(Path(given.out), tensors, given.dtype)
         print(f"{given.out}: {len(tensors)} tensors")
 
-    return options.run_command("export", run)
+    return run_command("export", run)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,8 @@ def load(setup: Setup, plan: optim.Plan) -> tuple[Any, Any]:
     source = Path(str(run.init_from))
     if source.suffix == export.SUFFIX:
         return export.load(source, setup.config.model, params), None
-    config = runs.stored_config(source)
-    theirs = tok.load_tokenizer(
-        source / tok.FILE, runs.stored_settings(source)["tokenizer"]
-    )
+    config, known = runs.stored_config(source), runs.stored_settings(source)
+    theirs = tok.load_tokenizer(source / tok.FILE, known.get("tokenizer"))
     tokenizers = theirs, setup.data.tokenizer
     texts = [hashlib.sha256(t.content()).hexdigest()[:12] for t in tokenizers]
     pairs = {"the tokenizer's hash": texts}

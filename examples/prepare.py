@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples import options
 from examples.config import BPE
 from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.corpus import Corpus, Group
 from examples.data.loader import prefetch
 from examples.files import WriteFailed, write_json
-from examples.options import Options, check, option
+from examples.options import Interrupted, Options, check, option, parse, run_command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,17 +126,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> None:
         words = "examples.prepare", "Turn text into token shards."
         conditions = {"conditions": {"vocab_size": BPE}}
-        given = options.parse({"prepare": PrepareConfig}, argv, *words, **conditions)
+        given = parse({"prepare": PrepareConfig}, argv, *words, **conditions)
         try:
             folder = prepare(given["prepare"])
         except KeyboardInterrupt:
             said = "interrupted; the same command goes on"
-            raise options.Interrupted(2, said) from None
+            raise Interrupted(2, said) from None
         for split in ("train", "val"):
             counts = folder.counts(split).items()
             print(f"{split}:", ", ".join(f"{n:,} {name}" for name, n in counts))
 
-    return options.run_command("prepare", run)
+    return run_command("prepare", run)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from examples import options, runs
+from examples import runs
 from examples.config import Config
-from examples.options import Failed, UserError
+from examples.options import Failed, UserError, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer; returns the exit code."""
-    return options.run_command("pretrain", lambda: _pretrain(argv))
+    return run_command("pretrain", lambda: _pretrain(argv))
 
 
 def _pretrain(argv: Sequence[str] | None) -> None:

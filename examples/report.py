@@ -85,11 +85,11 @@ class Report:
             return
         self._shown_at = now
         loss, speed = numbers["loss"], numbers["tokens_per_second"]
-        left = (self._run.steps / step - 1) * numbers["tokens"] / speed
+        left = round((self._run.steps / step - 1) * numbers["tokens"] / speed)
         text = f"loss {loss:.3f}  ppl {perplexity(loss):,.1f}  {speed:,.0f} tok/s"
         text += f"  {numbers['memory_gib']:.1f} GiB" if numbers["memory_gib"] else ""
         text += f"  skipped {numbers['skipped']}" if numbers["skipped"] else ""
-        self.step(name, step, f"{text}  eta {left // 60:.0f}:{left % 60:02.0f}")
+        self.step(name, step, f"{text}  eta {left // 60}:{left % 60:02d}")
 
     def evaluation(self, name: str, step: int, numbers: dict[str, float]) -> None:
         """Record a validation, and show it as a line."""

@@ -8,11 +8,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples import config as configs
-from examples import options
-from examples.config import Config
+from examples.config import SECTIONS, Config, parse
 from examples.files import Record, read_json, read_metrics, write_json
-from examples.options import UserError, check, flag
+from examples.options import UserError, build, check, flag
 
 SETTINGS_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -55,7 +53,7 @@ def stored_config(folder: Path) -> Config:
     values = {key: value for section in sections for key, value in section.items()}
     gone = [flag(k) for k in values.keys() - Config().flat().keys() if values[k]]
     check(not gone, f"{folder}: this version has no {', '.join(gone)}")
-    return Config(**options.build(configs.SECTIONS, values))
+    return Config(**build(SECTIONS, values))
 
 
 def check_unchanged(old: Config, new: Config, where: str) -> None:
@@ -75,7 +73,7 @@ def check_unchanged(old: Config, new: Config, where: str) -> None:
 
 def read_options(argv: Sequence[str] | None) -> Config:
     """The options of a run; where it is continued, those not given are as it began."""
-    config = configs.parse(argv)
+    config = parse(argv)
     if config.save.resume == "no":
         return config
     check(config.run.out is not None, "--resume needs --out, the folder of the run")
@@ -83,7 +81,7 @@ def read_options(argv: Sequence[str] | None) -> Config:
     if config.save.resume == "auto" and not holds_run(folder):
         return config
     old = stored_config(folder)
-    config = configs.parse(argv, old.flat() | {"resume": config.save.resume})
+    config = parse(argv, old.flat() | {"resume": config.save.resume})
     check_unchanged(old, config, f"--resume {folder}")
     return config
 

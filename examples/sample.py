@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples import options, runs
+from examples import runs
 from examples.checkpoint import load_params
 from examples.config import ModelConfig, TrainedConfig
 from examples.data import tokens as tok
 from examples.models import make_model
-from examples.options import check, option
+from examples.options import check, option, parse, run_command
 
 _TOP_P = "choose among the likeliest that have this probability together"
 
@@ -146,12 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         words = "examples.sample", "Continue a prompt with a trained model."
-        parsed = options.parse({"sample": SampleConfig}, argv, *words)
+        parsed = parse({"sample": SampleConfig}, argv, *words)
         given = dataclasses.asdict(parsed["sample"])
         model = load_model(*(given.pop(name) for name in ("run", "optimizer", "step")))
         print(continue_text(model, given.pop("prompt"), **given))
 
-    return options.run_command("sample", run)
+    return run_command("sample", run)
 
 
 if __name__ == "__main__":
