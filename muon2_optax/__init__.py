@@ -2,7 +2,8 @@
 
 from muon2_optax import diagnostics, ready_rules
 from muon2_optax.attention import qk_clip
-from muon2_optax.axes import MatchRMS, MatrixAxes
+from muon2_optax.axes import MatrixAxes
+from muon2_optax.decay import add_cautious_weight_decay
 from muon2_optax.look_ahead import (
     ema_nesterov,
     ema_nesterov_eval_params,
@@ -52,8 +53,9 @@ from muon2_optax.schedules.coefficients import (
     Spectral,
 )
 from muon2_optax.schedules.fitting import fit_coefficients, polar_express_coefficients
+from muon2_optax.shape_scales import MatchRMS
 from muon2_optax.sharding import Shardings
-from muon2_optax.weights import add_cautious_weight_decay, hyperball
+from muon2_optax.sphere import hyperball
 
 __version__ = "0.2.0"
 

@@ -3,12 +3,12 @@
 Numbers that are known are checked then. Of JAX's arrays, which may be traced or
 injected as hyperparameters, only the shape is known; schedules pass.
 
-Some arguments decide which program is traced: step counts, sizes, dtypes, masks. But
-``optax.inject_hyperparams`` makes an array of every number, and of what every callable
-returns for the step, among the arguments of a factory, its defaults included, and a
-jitted step gets these arrays traced. A step count that arrives so can no longer be
-checked, and would need a slower program that works for any. So such numbers have None
-as their default, which Optax leaves alone, and traced ones are refused.
+Some arguments decide which program is traced: step counts, sizes, dtypes, masks. They
+must be known while tracing, and ``optax.inject_hyperparams`` stands in the way: among a
+factory's arguments, defaults included, it makes an array of every number and calls
+every callable with the step, and a jitted step gets these arrays traced. A traced step
+count cannot be checked, and would need a slower program that works for any number. So
+such arguments default to None, which Optax leaves alone, and are refused when traced.
 """
 
 import difflib
@@ -16,6 +16,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, get_args
 
 import jax
@@ -59,7 +60,7 @@ STATIC = (
 # functions with the step.
 NEVER_ARRAYS = ("dtype", "mask")
 # What to give in place of another library's argument. Each text begins with the name of
-# an argument, and only functions that have this argument say it.
+# an argument of ours; errors of functions without that argument leave the text out.
 OTHER_NAMES = {
     "beta": ("b1",),
     "beta1": ("b1",),
@@ -83,31 +84,21 @@ OTHER_NAMES = {
     "weight_dimension_numbers": ("rules=MatrixRules.from_dimension_numbers(...)",),
 }
 
-# Arguments that the optimizers on the hyperball lack, and why.
-NOT_ON_SPHERE = {
-    "weight_decay": (
-        "matrices keep their norm in place of decay; {plain} decays them, and"
-        " adam_weight_decay decays the rest"
-    ),
-    "shape_scale": (
-        "the step is relative to the norm of the weights, so no factor of the shape"
-        " enters; {plain} has one"
-    ),
-}
-
 # Where no second moment has a dtype to choose: "mu_dtype", the closest name, is none.
 NO_NU_DTYPE = (
     "no dtype of a second moment can be chosen here; mu_dtype is that of the momentum"
 )
 
-_SECOND = (
+_NS_COEFFS_HINT = (
     "; ns_coeffs, the second positional argument of optax.contrib.muon, is given by"
     " name here"
 )
 
 
 def check_arguments(
-    factory: Callable[P, R], ns_steps: int | None = None
+    factory: Callable[P, R],
+    ns_steps: int | None = None,
+    missing: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[P, R]:
     """Checks the arguments of ``factory`` before it is called.
 
@@ -115,6 +106,8 @@ def check_arguments(
       factory: a function that makes a transform or an optimizer.
       ns_steps: what it gets where its keyword argument ``ns_steps`` is None and
         ``ns_coeffs`` is no table, which has a number of rows.
+      missing: arguments that similar functions have and ``factory`` does not, and what
+        the error says about each.
 
     Raises:
       TypeError: an argument under another name, as one of another library or misspelt;
@@ -127,7 +120,7 @@ def check_arguments(
 
     @functools.wraps(factory)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        _require_known(factory.__name__, parameters, kwargs)
+        _require_known(factory.__name__, parameters, kwargs, missing)
         given = dict(zip(parameters, args)) | kwargs
         for name, value in given.items():
             check(name, value, optional=_is_optional(parameters.get(name)))
@@ -153,7 +146,7 @@ def check_names(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check(name: str, value: Any, optional: bool = False) -> None:
-    """Checks one argument; those of other names, and None if ``optional``, pass."""
+    """Checks one argument; names that no table has, and None if ``optional``, pass."""
     if name in TRANSFORMATIONS and not hasattr(value, "update"):
         raise TypeError(
             f"{name} must be an optax.GradientTransformation, such as"
@@ -174,7 +167,7 @@ def check(name: str, value: Any, optional: bool = False) -> None:
     shape = () if _is_number(value) else getattr(value, "shape", None)
     if shape != ():
         got = f"an array of shape {shape}" if shape else repr(value)
-        hint = _SECOND if name == "b1" else ""
+        hint = _NS_COEFFS_HINT if name == "b1" else ""
         raise TypeError(f"{name} must be {wanted}, got {got}{hint}")
     if not (_is_number(value) or isinstance(value, np.ndarray)):
         return
@@ -187,8 +180,9 @@ def check(name: str, value: Any, optional: bool = False) -> None:
 def check_static(**arguments: Any) -> None:
     """Refuses arguments that are traced, all of them in one sentence.
 
-    A mask that is one bool is what a function of the parameters gives for a step: taken
-    as it is, it would put weight decay on all parameters, or on none.
+    So is a mask that is one bool. It comes from ``optax.inject_hyperparams``, which has
+    called a function of the parameters with the step: taken as it is, it would put
+    weight decay on all parameters, or on none.
 
     Raises:
       TypeError: it says which ``static_args`` Optax has to be given.
@@ -225,10 +219,11 @@ def _require_known(
     function: str,
     parameters: Mapping[str, inspect.Parameter],
     given: Collection[str],
+    missing: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Refuses a name that is no parameter's and says what to give in its place.
 
-    Names like no parameter's are left to Python.
+    A name that resembles no parameter's is left to Python's own error.
     """
     for name in given:
         if name in parameters:
@@ -237,9 +232,8 @@ def _require_known(
         here = _instead_of(name, parameters)
         if here:
             raise TypeError(f"{no_such}: give {' and '.join(here)}")
-        if name in NOT_ON_SPHERE and "radius" in parameters and function.endswith("_h"):
-            plain = function.removesuffix("_h")
-            raise TypeError(f"{no_such}: {NOT_ON_SPHERE[name].format(plain=plain)}")
+        if name in missing:
+            raise TypeError(f"{no_such}: {missing[name]}")
         if name == "nu_dtype" and "mu_dtype" in parameters:
             raise TypeError(f"{no_such}: {NO_NU_DTYPE}")
         close = difflib.get_close_matches(name, parameters, 1)
@@ -251,6 +245,6 @@ def _require_known(
 
 
 def _instead_of(name: str, parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """What stands for another library's argument, of a function of these parameters."""
+    """What a function of these parameters takes in place of another library's name."""
     names = OTHER_NAMES.get(name, ())
     return [text for text in names if re.split(r"\W", text)[0] in parameters]

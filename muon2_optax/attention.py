@@ -1,4 +1,4 @@
-"""QK-clip: query and key kernels whose attention logits grow too large are scaled."""
+"""QK-clip: scales down query and key kernels whose attention logits grow too large."""
 
 import math
 import re
@@ -36,10 +36,10 @@ def qk_clip(
 ) -> optax.Params:
     """Scales the query and key kernels of heads with attention logits above tau.
 
-    To be called after an optimizer step, with the largest logit S (before the softmax,
-    as scaled there) that each head had in the forward pass. The kernels of the head's
-    queries and keys are both multiplied by ``sqrt(min(1, tau / S))``, after which the
-    same inputs give logits of at most tau. So are the biases beside the kernels.
+    Call it after an optimizer step, with the largest logit S that each head had in the
+    forward pass, as it enters the softmax. The kernels of the head's queries and keys
+    are both multiplied by ``sqrt(min(1, tau / S))``, after which the same inputs give
+    logits of at most tau. So are the biases beside the kernels.
 
     A kernel's heads are found in its output axis or axes, as ``rules`` describe them:
 
@@ -56,16 +56,15 @@ def qk_clip(
     ==========================  =======================  ==============================
 
     With grouped queries a key head serves several successive query heads. As in
-    Megatron-LM, the group is scaled by the largest logit of its heads, queries and
-    keys alike: scaling each query head by its own would leave the group's keys to one
-    of them.
+    Megatron-LM, the largest logit of these heads decides for all of them and for their
+    key head: with a factor for each query head, the shared keys could follow only one.
 
     Args:
       params: the parameters; only kernels under the paths of ``max_logits`` change.
       max_logits: for each attention layer, the path of what holds its projections, as
         in ``"layers/0/attn"``, and the largest logit of each head, (*batch, heads):
-        with batch axes in front where layers are stacked. S may be any positive or
-        negative number; a head without logits has -inf.
+        with batch axes in front where layers are stacked. An S that is not above tau,
+        or not finite, asks for no scaling; a head without logits has -inf.
       tau: the threshold.
       rules: which axes form the kernels; None: ``MatrixRules()``.
       query, key, fused: regular expressions, searched in the rest of the path, of the
@@ -129,14 +128,14 @@ def qk_clip(
 
 
 def _head_factors(layer: str, logits: Any, tau: Any) -> jax.Array:
-    """What heads' queries and keys are multiplied by; 1 where logits are not finite."""
+    """The factor of each head's queries and keys; 1 where its logit is not finite."""
     logits = jnp.asarray(logits)
     if 0 in logits.shape or not logits.ndim:
         raise ValueError(
             f"the logits of {layer!r} have shape {logits.shape}, not (*batch, heads)"
         )
     logits = dtypes.widen(logits)
-    # Divided over the devices, heads could not be grouped.
+    # Grouping heads takes all of them, also where the mesh divides them.
     logits = sharding.replicate(logits)
     above = (logits > tau) & jnp.isfinite(logits)
     return jnp.where(above, jnp.sqrt(tau / jnp.where(above, logits, 1)), 1)
@@ -178,7 +177,7 @@ def _of_pair(
 
 
 def _of_fused(name: str, axes: ResolvedAxes, shrink: jax.Array) -> jax.Array:
-    """Factors of a fused kernel, of which the values keep theirs."""
+    """Factors of a fused kernel, shaped to multiply it; those of the values are 1."""
     heads, (out,) = shrink.shape[-1], axes.outs[:1]
     batch = axes.batch
     if len(axes.splits) == 3:
@@ -214,7 +213,8 @@ def _take_least_of_groups(name: str, shrink: jax.Array, groups: int) -> jax.Arra
 def _heads_are_batch(name: str, axes: ResolvedAxes, shrink: jax.Array) -> bool:
     """Whether heads are matrices of their own rather than among the outputs."""
     extra = len(axes.batch) - (shrink.ndim - 1)
-    # Outputs of several axes, (heads, size), hold the heads: a batch axis is no head.
+    # Where the outputs are (heads, size), they hold the heads already, and one more
+    # batch axis would be something else.
     if extra not in (0, 1) or (extra and len(axes.outs) > 1):
         raise ValueError(
             f"{name!r} of shape {axes.shape} has {len(axes.batch)} batch axes, but the"
@@ -237,7 +237,7 @@ def _to_kernel(name: str, axes: ResolvedAxes, factors: jax.Array) -> jax.Array:
 def _shape_like_leaf(
     name: str, values: jax.Array, dims: tuple[int, ...], axes: ResolvedAxes
 ) -> jax.Array:
-    """Values whose axes are these of the leaf, in the leaf's order and rank.
+    """Values for the axes ``dims`` of the leaf, in the leaf's order and rank.
 
     Raises:
       ValueError: their sizes are not those of the leaf.

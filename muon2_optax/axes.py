@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,12 @@ class MatrixAxes:
     kernel stacked on axis 1     (in, layers, out)       ``MatrixAxes(0, -1)``
     ===========================  ======================  =============================
 
-    Negative axes fit the same layer stacked (scanned) over layers or experts in front:
-    the axes before the matrix are batch axes then. Axes counted from the front do not.
-    Neither do negative ones where layers are stacked on axis 1, as MaxText's always are
-    and those of ``nn.scan(variable_axes={"params": 1})``: ``MatrixAxes(-2, -1)`` of
-    (64, 3, 128) would be 64 matrices of 3 x 128 in place of 3 of 64 x 128, and nothing
-    is there to notice it. There the inputs are axis 0, the outputs the last:
+    Negative axes also fit the same layer stacked (scanned) over layers or experts in
+    front: the axes before the matrix are batch axes then. Axes counted from the front
+    do not. Neither do negative ones where layers are stacked on axis 1, as MaxText's
+    always are and those of ``nn.scan(variable_axes={"params": 1})``: in a leaf of
+    (64, 3, 128) ``MatrixAxes(-2, -1)`` would be 64 matrices of 3 x 128 in place of 3 of
+    64 x 128, without any warning. There the inputs are axis 0, the outputs the last:
     ``MatrixAxes(0, -1)``, for heads ``MatrixAxes(0, (-2, -1))`` and
     ``MatrixAxes((0, -2), -1)``. ``MatrixRules.describe`` shows the matrices.
 
@@ -56,6 +56,11 @@ class MatrixAxes:
       out_axis: axis or axes of the result (fan-out).
       out_splits: sizes of independent blocks along the single ``out_axis``: a fused
         projection whose parts are matrices of their own. Empty: one block.
+
+    Raises:
+      TypeError: an axis or a size that is no integer.
+      ValueError: a side without axes, a size below 1, or ``out_splits`` with several
+        output axes.
     """
 
     in_axis: Axis
@@ -135,10 +140,10 @@ class ResolvedAxes:
         return x
 
     def sums(self, x: jax.Array, axis: tuple[int, ...]) -> list[jax.Array]:
-        """Sums along these axes, which hold the outputs, one for each block.
+        """For each block its sums along ``axis``, which must hold the outputs.
 
-        Blocks are masked rather than cut out: on a mesh that divides the outputs, cut
-        ones would move.
+        Blocks are masked rather than cut out: where a mesh divides the outputs, cutting
+        would move them between devices.
         """
         if len(self.splits) == 1:
             return [jnp.sum(x, axis=axis, keepdims=True)]
@@ -148,7 +153,7 @@ class ResolvedAxes:
         ]
 
     def by_block(self, values: list[jax.Array]) -> jax.Array:
-        """One value per block, each of size 1 along the outputs, to multiply x by."""
+        """The blocks' values, of size 1 along the outputs, as a factor of the leaf."""
         whole = values[0]
         if len(values) > 1:
             for mask, value in zip(self._masks()[1:], values[1:]):
@@ -168,88 +173,3 @@ class ResolvedAxes:
         shape = [1] * len(self.shape)
         shape[self.outs[0]] = -1
         return np.repeat(np.asarray(values), self.splits).reshape(shape)
-
-
-def match_rms(fan_in: int, fan_out: int, rms: float) -> float:
-    """What gives an orthogonal matrix this root mean square."""
-    return rms * math.sqrt(max(fan_in, fan_out))
-
-
-@dataclasses.dataclass(frozen=True)
-class MatchRMS:
-    """The shape scale ``rms * sqrt(max(fan_in, fan_out))``.
-
-    It gives the update of every matrix the root mean square ``rms``, whatever its shape
-    (Liu et al. 2025, "Muon is scalable for LLM training", eq. 4). ``MatchRMS(0.2)`` is
-    ``"match_rms"``: the size of AdamW's updates. Optax calls it ``consistent_rms``.
-
-    Attributes:
-      rms: the root mean square, per unit of the learning rate; NumPy's and JAX's
-        numbers become floats.
-
-    Raises:
-      TypeError: rms is traced.
-      ValueError: rms is no positive number.
-    """
-
-    rms: float = 0.2
-
-    def __post_init__(self) -> None:
-        if isinstance(self.rms, jax.core.Tracer):
-            raise TypeError(
-                "rms of MatchRMS must be known while tracing; multiply the learning"
-                " rate by what varies"
-            )
-        kinds = int | float | np.number | np.ndarray | jax.Array
-        known = isinstance(self.rms, kinds) and not isinstance(self.rms, bool)
-        if not known or np.shape(self.rms) or not 0 < self.rms < math.inf:
-            raise ValueError(f"rms must be a positive number, got {self.rms!r}")
-        object.__setattr__(self, "rms", float(self.rms))
-
-
-ShapeScaleName = Literal["spectral", "keller", "match_rms", "none"]
-# Functions are of (fan_in, fan_out).
-ShapeScale = ShapeScaleName | MatchRMS | Callable[[int, int], float]
-
-SHAPE_SCALES: dict[str, Callable[[int, int], float]] = {
-    # The RMS -> RMS operator norm of the update is 1 (Bernstein & Newhouse 2025); the
-    # paper's sqrt(m/n) for a kernel stored (n, m) = (fan_in, fan_out).
-    "spectral": lambda fan_in, fan_out: math.sqrt(fan_out / fan_in),
-    # github.com/KellerJordan/Muon
-    "keller": lambda fan_in, fan_out: math.sqrt(max(1.0, fan_out / fan_in)),
-    # The RMS of an AdamW update (Liu et al. 2025, "Muon is scalable", eq. 4).
-    "match_rms": lambda fan_in, fan_out: match_rms(fan_in, fan_out, 0.2),
-    "none": lambda fan_in, fan_out: 1.0,
-}
-
-
-def check_shape_scale(scale: Any) -> None:
-    """Refuses what is no shape scale.
-
-    Raises:
-      TypeError: an array, as ``optax.inject_hyperparams`` makes of a function.
-      ValueError: anything else.
-    """
-    if isinstance(scale, jax.Array):
-        raise TypeError(
-            "the shape scale arrived as an array; under optax.inject_hyperparams, which"
-            " calls every function with the step, name its argument in static_args"
-        )
-    if isinstance(scale, MatchRMS) or (callable(scale) and scale is not MatchRMS):
-        return
-    if not isinstance(scale, str) or scale not in SHAPE_SCALES:
-        raise ValueError(
-            f"unknown shape scale {scale!r}; known: {sorted(SHAPE_SCALES)},"
-            " MatchRMS(0.2) for any root mean square, and functions of fan_in and"
-            " fan_out"
-        )
-
-
-def shape_factors(axes: ResolvedAxes, scale: ShapeScale) -> list[float]:
-    """The shape factor of each block of one leaf."""
-    if isinstance(scale, MatchRMS):
-        return [match_rms(axes.fan_in, n, scale.rms) for n in axes.splits]
-    of_shape = SHAPE_SCALES[scale] if isinstance(scale, str) else scale
-    # A function may compute with jax.numpy, which would trace it.
-    with jax.ensure_compile_time_eval():
-        return [float(of_shape(axes.fan_in, n)) for n in axes.splits]

@@ -1,4 +1,4 @@
-"""Eigenbases of Gram matrices, the mathematics: the first one, and steps from it.
+"""The mathematics of eigenbases of Gram matrices: the first one, and steps from it.
 
 Pure functions on stacks (..., n, n) of Hermitian matrices without negative eigenvalues.
 """
@@ -6,11 +6,12 @@ Pure functions on stacks (..., n, n) of Hermitian matrices without negative eige
 import jax
 import jax.numpy as jnp
 
+from muon2_optax import roots
 from muon2_optax.iteration import lone_product
 
-# What a step adds to the Gram matrix, times its largest eigenvalue: directions whose
-# eigenvalue is rounding noise beside it (6e-8 per operation in float32) stay where they
-# are, and the columns of the product never become dependent.
+# A step adds this times the largest eigenvalue to the diagonal of the Gram matrix. So
+# directions whose eigenvalue is rounding noise beside the largest (6e-8 per operation
+# in float32) stay where they are, and the columns of the product stay independent.
 NOISE = 1e-6
 
 
@@ -23,7 +24,8 @@ def first_basis(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     values, vectors = jnp.linalg.eigh(_of_trace_one(gram))
     values = jnp.maximum(values[..., ::-1], 0)
-    return vectors[..., ::-1], values / _positive(jnp.sum(values, -1, keepdims=True))
+    total = jnp.sum(values, -1, keepdims=True)
+    return vectors[..., ::-1], values / roots.replace_zero(total)
 
 
 def next_basis(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -51,10 +53,10 @@ def orthonormal_columns(x: jax.Array) -> jax.Array:
 
     By Cholesky decompositions of Gram matrices, x^H x = R^H R, which GPUs compute for a
     whole stack at once: for the sides of a small model the Householder form takes ten
-    times as long there. Each pass leaves its rounding errors to the next one. The first
-    three add a multiple of the diagonal that is above them, so that no decomposition
-    fails; for condition numbers up to 1e6 the last one has nearly orthonormal columns
-    before it.
+    times as long there. Each pass corrects the rounding errors of the one before. The
+    first three enlarge the diagonal by more than these errors, so that no decomposition
+    fails. The last one need not: for condition numbers up to 1e6 the columns that it
+    gets are nearly orthonormal.
     """
     n = x.shape[-1]
     above_rounding = 4 * n**0.5 * float(jnp.finfo(x.dtype).eps)
@@ -69,10 +71,6 @@ def orthonormal_columns(x: jax.Array) -> jax.Array:
 
 
 def _of_trace_one(gram: jax.Array) -> jax.Array:
-    """Divided by its trace, so that no norm leaves the range."""
+    """The Gram matrix divided by its trace, so that no norm leaves the range."""
     trace = jnp.trace(gram, axis1=-2, axis2=-1).real
-    return gram / _positive(trace)[..., None, None]
-
-
-def _positive(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 1, x)
+    return gram / roots.replace_zero(trace)[..., None, None]

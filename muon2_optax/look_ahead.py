@@ -58,6 +58,10 @@ def ema_nesterov(
     Returns:
       The optimizer, with state ``EmaNesterovState``. Updates keep their dtype.
 
+    Raises:
+      TypeError: ``tx`` is no transformation.
+      ValueError: a negative ``beta``, or a ``decay`` outside of [0, 1).
+
     References:
       "EMA-Nesterov", arXiv:2605.25395.
 
@@ -110,6 +114,9 @@ def ema_nesterov_eval_params(state: Any, params: optax.Params) -> optax.Params:
       params: the parameters after that update was applied. Those that a mask or
         partition kept from ``ema_nesterov`` come back as they are.
 
+    Returns:
+      x, in the shapes and dtypes of ``params``.
+
     Raises:
       ValueError: the state holds no ``EmaNesterovState``, or more than one.
     """
@@ -152,14 +159,21 @@ def ema_nesterov_schedule(
 ) -> optax.Schedule:
     """The published schedule of beta for a run of this many steps.
 
-    ``peak * learning_rate(t) / max learning_rate`` between ``start`` and ``stop``, as
-    fractions of the run, and 0 before and after.
+    ``peak * learning_rate(t) / max learning_rate`` between ``start`` and ``stop``, and
+    0 before and after.
 
     Args:
       learning_rate: the optimizer's, a number or a schedule.
       steps: length of the run, at least 1.
       peak: beta at the largest learning rate; published: 0.3 to 0.6.
-      start, stop: published: the first 15 % and the last 25 % are 0.
+      start, stop: fractions of the run; published: beta is 0 in the first 15 % and in
+        the last 25 %.
+
+    Returns:
+      A function from the step count to beta.
+
+    Raises:
+      ValueError: not 0 <= start <= stop <= 1; a learning rate that is never positive.
 
     References:
       "EMA-Nesterov", arXiv:2605.25395; modded-nanogpt, entries 308 and 309.
@@ -185,6 +199,6 @@ def _is_masked(x: Any) -> bool:
 
 
 def _step_dtype(p: Any) -> Any:
-    """The mean step's: complex for complex, and float32 or better."""
+    """The dtype of the mean step: float32 or better, complex for complex leaves."""
     real = averages.second_dtype(p)
     return jnp.promote_types(real, jnp.complex64) if jnp.iscomplexobj(p) else real

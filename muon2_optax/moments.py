@@ -161,6 +161,10 @@ def scale_by_second_moment(
     Returns:
       The transform, with state ``SecondMomentState``. Works on leaves of any rank.
 
+    Raises:
+      TypeError: a ``mu_dtype`` or ``nu_dtype`` that cannot hold the average.
+      ValueError: a decay rate outside of [0, 1), a negative ``eps`` or ``eps_root``.
+
     >>> import jax.numpy as jnp
     >>> tx = scale_by_second_moment(b1=0.95, b2=0.95)
     >>> g = {"w": jnp.array([[2e-3, -5.0]])}

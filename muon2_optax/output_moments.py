@@ -34,7 +34,8 @@ def scale_by_output_second_moment(
 ) -> optax.GradientTransformation:
     """Divides by the root of the average square of each entry (AdaMuon).
 
-    ``V = b2 V + (1 - b2) O * O; update = O / (sqrt(V + eps_root) + eps)``, uncorrected.
+    ``V = b2 V + (1 - b2) O * O; update = O / (sqrt(V + eps_root) + eps)``, without bias
+    correction.
 
     Args:
       b2: decay rate.
@@ -44,6 +45,10 @@ def scale_by_output_second_moment(
 
     Returns:
       The transform, with state ``OutputSecondMomentState`` in the parameters' shapes.
+
+    Raises:
+      TypeError: a ``nu_dtype`` that cannot hold real averages.
+      ValueError: ``b2`` outside of [0, 1), a negative ``eps`` or ``eps_root``.
     """
     nu_dtype = dtypes.canonical("nu_dtype", nu_dtype)
 
@@ -76,11 +81,12 @@ def scale_by_neuron_second_moment(
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
     Returns:
-      The transform. Its state has the parameters' shapes without the input axes, in
-      float32 or better.
+      The transform, with state ``OutputSecondMomentState`` in the parameters' shapes
+      without the input axes, in float32 or better.
 
     Raises:
-      ValueError: a leaf that is not a matrix under ``rules``.
+      ValueError: ``b2`` outside of [0, 1), a negative ``eps`` or ``eps_root``; a leaf
+        that is not a matrix under ``rules``.
     """
     rules = rules_or_default(rules)
 

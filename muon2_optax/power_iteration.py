@@ -19,17 +19,17 @@ NOISE = 8.0
 def power_iteration(
     b: jax.Array, q: jax.Array, b1: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step on stacks B (L, fan_in, fan_out), with Q (L, side, r) on either side.
+    """One step on stacks B (L, fan_in, fan_out) with factors Q (L, side, r).
 
     Args:
       b: the momenta.
-      q: their right factors, on the side of the outputs where that is the smaller one,
-        else on that of the inputs. On square matrices they are on the inputs' side.
-      b1: 1 - b1 of the part that is applied leaves the momentum.
+      q: the factors on the smaller side of each matrix, fan_in or fan_out; on that of
+        the inputs if the matrix is square.
+      b1: of the part that is applied, the share 1 - b1 leaves the momentum.
       eps: added to the column norms of R.
 
     Returns:
-      The updates P Q^H, the momenta M that stay, and the new Q.
+      The updates P Q^H and the momenta M that stay, shaped like B, and the new Q.
     """
     on_outputs = b.shape[-1] == q.shape[-2] and b.shape[-2] != q.shape[-2]
     a = b if on_outputs else adjoint(b)
@@ -38,7 +38,8 @@ def power_iteration(
     empty = largest == 0
     largest = jnp.where(empty, 1, largest)
     whole = a / largest
-    # A zero matrix has no derivative of QR. Its result is not used, so QR gets another.
+    # QR has no derivative at a zero matrix. Its result is not used there, so it gets an
+    # identity.
     a = jnp.where(empty, jnp.eye(*a.shape[-2:], dtype=a.dtype), whole)
     p = jnp.linalg.qr(product(a, q))[0]
     r = product(adjoint(a), p)
@@ -54,8 +55,8 @@ def power_iteration(
 def _column_divisors(r: jax.Array, shape: Sequence[int], eps: Any) -> jax.Array:
     """Norms of the columns of R, plus eps; infinity where a column is rounding noise.
 
-    If the rank of the momentum is lower than that of R, the other columns of R are 0
-    but for rounding errors. Normalized, these would become as large as the others and
+    If the rank of the momentum is below r, the columns of R beyond it are 0 up to
+    rounding errors. Normalized, these would become as large as the other columns and
     parallel to them.
     """
     norms = roots.sqrt(jnp.sum(averages.square(r), axis=-2, keepdims=True))

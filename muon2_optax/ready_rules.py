@@ -20,7 +20,8 @@ def _under(modules: str, leaf: str) -> str:
 
 # Scanned layers are stacked on axis 1, so most kernels are (in, layers, out). These
 # agree with the dimension numbers that MaxText 0.2.5 gives its own Muon, on every leaf
-# of ten models (llama2, deepseek2, 3 and 4, gemma3, three of qwen3, mixtral, gpt-oss).
+# of the twelve models in benchmarks/results/maxtext_rules.jsonl but OLMo 3's output
+# projection without scanning, which MaxText takes for one matrix per index of a head.
 MAXTEXT: Pairs = (
     (
         r"scale|embedding|logits_dense|(post|pre|res)_beta|hc_base|sinks|tid2eid|A_log|"

@@ -1,7 +1,7 @@
 """Roots and quotients whose derivatives are finite at zero.
 
-The values are those of ``jnp``. At zero the derivative of a root is infinite, and times
-the zero derivative of a square below it, it is NaN; here it is 0.
+The values are those of ``jnp``. At zero the derivative of a root is infinite; times the
+derivative of a square under the root, which is zero, it would give NaN. Here it is 0.
 """
 
 import jax
@@ -53,5 +53,5 @@ def _divide_jvp(
 
 
 def replace_zero(x: jax.Array) -> jax.Array:
-    """x with 1 in place of 0, to divide by: what is 0 as well stays 0."""
+    """x with 1 in place of 0, as a divisor: 0 divided by 0 is then 0."""
     return jnp.where(x == 0, 1, x)

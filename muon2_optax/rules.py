@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from muon2_optax import trees
-from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
+from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.routing import doubts, report
 from muon2_optax.routing.binding import rules_of_tree
 from muon2_optax.routing.dimension_numbers import patterns_from
@@ -24,6 +24,7 @@ from muon2_optax.routing.leaves import LeafRule as LeafRule
 from muon2_optax.routing.leaves import Verdict
 from muon2_optax.routing.patterns import Pattern, Patterns, check_patterns
 from muon2_optax.routing.router import Router
+from muon2_optax.shape_scales import ShapeScale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +44,16 @@ class MatrixRules:
       patterns: ``((regex, MatrixAxes | None), ...)``.
       strict: raise where a leaf of rank 3 or more has no rule.
       by_name: read names. If False, every rank-2 leaf without a rule is a matrix,
-        embeddings and heads included; neighbours do not count, nothing is doubtful but
-        what a tree of dimension numbers leaves out, and patterns are searched in the
-        path as it is printed only.
+        embeddings and heads included, whatever its neighbours are; only leaves that a
+        tree of dimension numbers leaves out are doubtful; and patterns are searched
+        only in the path as it is printed.
       leaves: what ``of`` and ``bind`` know of single leaves. A pattern that matches
         the leaf comes first, the defaults come after.
       allow_unused: accept patterns that match no leaf, as those for several models.
+
+    Raises:
+      TypeError: a pattern that is no pair of a str and ``MatrixAxes`` or None.
+      ValueError: a pattern that is no regular expression.
 
     >>> rules = MatrixRules(((r"attn/(q|k|v)/kernel", MatrixAxes(0, (1, 2))),
     ...                      (r"experts/", MatrixAxes(-2, -1))))
@@ -111,7 +116,7 @@ class MatrixRules:
         found, before = models.find(
             model, inputs, keywords, modules or {}, logical_axes or {}
         )
-        # Names are asked of single layers: they know nothing of stacks.
+        # Names say nothing about stacking, so they are asked with the shape of a layer.
         named = _bound(cls(), tuple((x.path, x.single or x.shape) for x in found))
         ruled = Patterns([pattern for pattern, _ in patterns], in_normal_form=True)
         leaves = models.leaf_rules(
@@ -135,6 +140,10 @@ class MatrixRules:
             such a tree. A leaf of rank 2 that the tree leaves out is a matrix, with a
             warning from ``labels`` and ``init``.
           params: parameters (or their shapes); needed for a function only.
+
+        Raises:
+          TypeError: a leaf of the tree is neither of these numbers nor None.
+          ValueError: a function without ``params``; numbers that are no matrix's axes.
         """
         return cls(patterns_from(dimension_numbers, params), by_name=False)
 
@@ -144,9 +153,9 @@ class MatrixRules:
         A leaf's neighbours decide where its name and shape do not: vectors of stacked
         layers, biases called ``b``, gates beside experts, weights stored (out, in).
         What they say becomes ``leaves`` of the result. The optimizers bind their rules
-        themselves. A chain of transforms, which see the matrices without the rest,
-        needs ``rules = rules.bind(params)`` wherever neighbours decide, and may always
-        have it. Bound rules serve this tree, and parts of it, only.
+        themselves. The transforms of a chain see the matrices without the rest, so give
+        them ``rules.bind(params)``; it is needed where neighbours decide, and never
+        wrong. Bound rules serve only this tree and parts of it.
 
         Args:
           params: the parameters, or their shapes.
@@ -199,9 +208,9 @@ class MatrixRules:
         """Raises where it is doubtful what a leaf is, for scripts.
 
         Raises:
-          ValueError: as ``labels``; or leaves are doubtful, of rank 3 or more without a
-            rule, or among those that ``of`` warns of. All are listed, each with the
-            rules that settle it.
+          ValueError: what ``labels`` refuses; or leaves that are doubtful, that have
+            rank 3 or more and no rule, or that ``of`` has warned of. All are listed,
+            each with the rules that settle it.
         """
         self._require_matches(params)
         verdicts = self._verdicts(params)

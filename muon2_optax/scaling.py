@@ -11,14 +11,10 @@ from jax.typing import ArrayLike
 
 from muon2_optax import averages, dtypes, roots, trees
 from muon2_optax.arguments import check_arguments, check_names
-from muon2_optax.axes import (
-    ResolvedAxes,
-    ShapeScale,
-    check_shape_scale,
-    shape_factors,
-)
+from muon2_optax.axes import ResolvedAxes
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
+from muon2_optax.shape_scales import ShapeScale, check_shape_scale, shape_factors
 
 
 @check_names
@@ -84,6 +80,14 @@ def keep_norm(
       inner: the transform to wrap; its state is the state.
       eps: added to the norm that is divided by.
       rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      The transform. Updates keep their dtype.
+
+    Raises:
+      TypeError: ``inner`` is no transformation.
+      ValueError: a negative ``eps``; on update, a leaf that is not a matrix under
+        ``rules``.
     """
 
     def factor(new: jax.Array, old: jax.Array, axes: ResolvedAxes) -> jax.Array:
@@ -112,6 +116,7 @@ def scale_by_dual_norm(
       The transform. Updates keep their dtype.
 
     Raises:
+      TypeError: ``inner`` is no transformation.
       ValueError: on update, a leaf that is not a matrix under ``rules``.
 
     References:
@@ -157,6 +162,13 @@ def scale_to_rms(
       rms: the size wanted; a zero matrix stays zero.
       eps: added to the Frobenius norm that is divided by.
       rules: which axes form the matrices; None: ``MatrixRules()``.
+
+    Returns:
+      A stateless transform. Updates keep their dtype.
+
+    Raises:
+      ValueError: a negative ``rms`` or ``eps``; on update, a leaf that is not a matrix
+        under ``rules``.
 
     References:
       Liu et al. 2025, "Muon is scalable for LLM training", for the 0.2.

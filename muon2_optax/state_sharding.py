@@ -16,9 +16,10 @@ def init_in_place(
 ) -> Any:
     """Makes ``init(params)``, every leaf of it where the updates will keep it.
 
-    Zeros do not depend on the parameters: under ``jax.jit`` on Auto axes all of a state
-    would be made on the first device. Outside, only counters are on no mesh; a jitted
-    step returns them on the parameters', and would compile again for its own result.
+    Zeros do not depend on the parameters, so under ``jax.jit`` on Auto axes the whole
+    state would be made on the first device. Outside of ``jax.jit`` only counters are on
+    no mesh. A jitted step returns them on the parameters' mesh, so the second step
+    would be compiled again.
     """
     state = init(params)
     leaves = jax.tree.leaves(params)
@@ -54,7 +55,7 @@ def abstract_state(
 
     ``params`` are arrays or shapes with shardings on that mesh. On Auto axes their
     types do not tell where they live, so ``init`` is traced for the same mesh with
-    Explicit axes, on which the transform says by itself how its state is divided.
+    Explicit axes, where the types of the state tell how it is divided.
     """
     explicit = (AxisType.Explicit,) * len(mesh.axis_names)
     typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=explicit)
@@ -70,7 +71,7 @@ def abstract_state(
 
 
 def _beside(mesh: Any, state: Any) -> Any:
-    """The state, with what lives on no mesh replicated on this one."""
+    """The state, its leaves on no mesh replicated over this one."""
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(x: Any) -> Any:

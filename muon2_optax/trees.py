@@ -1,7 +1,8 @@
 """Parameter trees: names of leaves, wrappers around them, leaves that are absent.
 
-The only place that knows that frameworks box their parameters (``flax.nnx.Variable``,
-``flax.linen.Partitioned``), without importing any of them.
+Only this module, and ``models``, which asks the models themselves, know that frameworks
+box their parameters (``flax.nnx.Variable``, ``flax.linen.Partitioned``). No framework
+is imported.
 """
 
 import itertools
@@ -66,20 +67,21 @@ def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_box)
 
 
-# Metadata of an NNX variable that names an axis for each of its dimensions. The third
-# is the first one's older name, which MaxText keeps beside it and Flax prefers.
+# Metadata of an NNX variable that names an axis for each of its dimensions.
+# ``sharding_names`` is the older name of ``out_sharding``. MaxText sets both, and Flax
+# then takes the older one.
 _SPECS = ("out_sharding", "optimizer_sharding", "sharding_names")
 
 
 def map_reduced(
     fn: Callable[[str, Any], tuple[Any, Sequence[int | None]]], tree: Any
 ) -> Any:
-    """Maps ``fn(path, leaf)``, which returns a statistic and the dimensions it has.
+    """Maps ``fn(path, leaf)``, which returns a statistic and where its axes come from.
 
-    These are dimensions of the leaf, None for one of the statistic's own. Where the box
-    of an NNX parameter says how the parameter is divided, the statistic comes back in a
-    box that says the same of those dimensions: trainers lay a restored state out by it.
-    Other boxes are not put back.
+    That is for each axis of the statistic the axis of the leaf that it was, or None if
+    it is new. Where the box of an NNX parameter says how the mesh divides the
+    parameter, the statistic comes back in a box that says the same of the axes it kept:
+    trainers place a restored state by it. Other boxes are not put back.
     """
 
     def visit(path: Any, leaf: Any) -> Any:

@@ -82,17 +82,11 @@ def only(name: str, **kw: Any) -> dict[str, Any]:
     return {k: v for k, v in kw.items() if accepts(name, k)}
 
 
-# Half of XLA's time on CPU goes into machine code that runs for microseconds here.
-quick_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
-
-
 @functools.cache
 def compiled(name: str, **kw: Any) -> Any:
     """``make(...)`` with its update compiled, once for all tests that ask for it."""
     tx = make(name, **kw)
-    return optax.GradientTransformationExtraArgs(tx.init, quick_jit(tx.update))
+    return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
 def bare(name: str) -> Any:
@@ -126,7 +120,7 @@ def run(tx: Any, params: Any, grads: list[Any]) -> tuple[Any, Any, Any]:
 
 
 def run_compiled(tx: Any, params: Any, grads: list[Any]) -> tuple[Any, Any, Any]:
-    fast = optax.GradientTransformationExtraArgs(tx.init, quick_jit(tx.update))
+    fast = optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
     return run(fast, params, grads)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muon2_optax.axes import shape_factors
+from muon2_optax.shape_scales import shape_factors
 
 
 def check_orientation(rules, path, weight, outputs, *, blocks=1):

@@ -1,21 +1,9 @@
-"""Which leaves of a tree the rules take for matrices; quick compilation of steps."""
+"""Which leaves of a tree the rules take for matrices."""
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from muon2_optax import MatrixRules
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """One or two steps of small matrices: compiling takes nearly all of the time.
-
-    Acts in every module that imports it.
-    """
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def leaf(*shape):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, every, only, quick_jit, sample
+from helpers import assert_close, every, only, sample
 
 import muon2_optax as m2
 
@@ -25,8 +25,8 @@ def test_zero_gradients_have_finite_derivatives(name):
     params = sample(0, TREE)
     tx = m2.REGISTRY[name](0.1, **only(name, eps=0.0), adam_eps=0.0)
     first = tx.init(params)
-    later = quick_jit(tx.update)(params, first, params)[1]
-    slope = quick_jit(jax.grad(lambda g, s: total(tx, params, s, g)))
+    later = jax.jit(tx.update)(params, first, params)[1]
+    slope = jax.jit(jax.grad(lambda g, s: total(tx, params, s, g)))
     zeros = jax.tree.map(jnp.zeros_like, params)
     row = jax.tree.map(lambda x: x.at[1].set(0), params)
     entry = params | {"wide": params["wide"].at[0, 3].set(0)}
@@ -47,7 +47,7 @@ def test_zero_matrix_of_a_stack(schedule):
     """Its derivative is 0, and its neighbour's is the one it has alone."""
     x = sample(1, {"w": (2, 3, 6)})["w"].at[0].set(0)
 
-    @quick_jit
+    @jax.jit
     @jax.grad
     def slope(x):
         return jnp.sum(jnp.sin(m2.newton_schulz(x, 4, schedule, ns_dtype="float32")))
@@ -63,9 +63,9 @@ def test_derivatives_elsewhere_are_those_of_the_values(name):
     with jax.enable_x64(True):
         params, along = (sample(seed, TREE, jnp.float64) for seed in (0, 2))
         tx = m2.REGISTRY[name](0.1)
-        _, state = quick_jit(tx.update)(along, tx.init(params), params)
+        _, state = jax.jit(tx.update)(along, tx.init(params), params)
 
-        @quick_jit
+        @jax.jit
         def value_and_slope(t):
             def fn(t):
                 moved = jax.tree.map(lambda p, d: p + t * d, params, along)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 
 import pytest
-from routing import quick_compilation  # noqa: F401
 
 import muon2_optax as m2
 

@@ -9,7 +9,6 @@ import pytest
 import reference
 from matrices import normal32
 from reference import relative_error
-from routing import quick_compilation  # noqa: F401
 
 import muon2_optax as m2
 from muon2_optax import MatrixAxes, MatrixRules

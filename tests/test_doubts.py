@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from matrices import normal32
-from routing import labels_of, leaf, matrices_of, quick_compilation  # noqa: F401
+from routing import labels_of, leaf, matrices_of
 
 import muon2_optax as m2
 from muon2_optax import MatrixAxes, MatrixRules

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers import assert_close, every, leaves, make, quick_jit, sample, types
+from helpers import assert_close, every, leaves, make, sample, types
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,7 +42,7 @@ def loss(params):
 def plain(name):
     """Parameters and statistics after training a dict of arrays."""
     tx, params = make(name, rules=RULES), sample(0, SHAPES)
-    state, update = tx.init(params), quick_jit(tx.update)
+    state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(STEPS):
         updates, state = update(jax.grad(loss)(params), state, params)
         params = optax.apply_updates(params, updates)
@@ -90,7 +90,7 @@ def test_nnx_state_as_a_tree(name):
     """The functional style: nnx.split, then jax.grad and optax on the State."""
     tx = make(name, rules=RULES)
     graph, params = nnx.split(Net(), nnx.Param)
-    state, update = tx.init(params), quick_jit(tx.update)
+    state, update = tx.init(params), jax.jit(tx.update)
     start = types(state)
     for _ in range(STEPS):
         grads = jax.grad(loss)(params)
@@ -114,7 +114,7 @@ def test_nnx_optimizer_on_a_mesh(name, kind):
         graph, state = nnx.split((model, opt))
         start = [jax.typeof(x) for x in jax.tree.leaves(state)]
 
-        @quick_jit
+        @jax.jit
         def step(state):
             both = nnx.merge(graph, state)
             nnx_step(*both)
@@ -164,7 +164,7 @@ def test_linen_train_state(name, kind):
     state = TrainState.create(apply_fn=net.apply, params=params, tx=tx)
     start = types((state.params, state.opt_state))
 
-    @quick_jit
+    @jax.jit
     def step(state):
         return state.apply_gradients(grads=jax.grad(loss)(state.params))
 

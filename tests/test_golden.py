@@ -169,14 +169,6 @@ def _load(path):
     return data, json.loads(str(data["meta"])), json.loads(str(data["hyperparams"]))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Six steps of small matrices: compiling takes nearly all of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def _optimizer(method, hyperparams):
     """Files of one method and shape share a compiled step."""

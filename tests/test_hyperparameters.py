@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import OPTIMIZERS, assert_close, quick_jit, sample
+from helpers import OPTIMIZERS, assert_close, sample
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -111,8 +111,8 @@ def test_period_may_be_traced_if_it_is_whole():
     )
     states = jax.jit(got.init)(params), jax.jit(want.init)(params)
     for _ in range(2):
-        a, s = quick_jit(got.update)(params, states[0], params)
-        b, t = quick_jit(want.update)(params, states[1], params)
+        a, s = jax.jit(got.update)(params, states[0], params)
+        b, t = jax.jit(want.update)(params, states[1], params)
         assert_close(a, b)
         states = s, t
 
@@ -140,8 +140,8 @@ def test_explicit_mesh(name):
         if name != "dion":  # the others run the same programs as muon
             return
         plain = m2.REGISTRY[name](0.3, **numbers)
-        got, _ = quick_jit(tx.update)(params, tx.init(params), params)
-        want, _ = quick_jit(plain.update)(params, plain.init(params), params)
+        got, _ = jax.jit(tx.update)(params, tx.init(params), params)
+        want, _ = jax.jit(plain.update)(params, plain.init(params), params)
     assert_close(got, want)
 
 

@@ -19,7 +19,6 @@ from helpers import (
     gradients,
     leaves,
     make,
-    quick_jit,
     run,
     sample,
 )
@@ -69,7 +68,7 @@ def on(where, kind):
 @pytest.mark.parametrize("kind, layout", CASES, ids=str)
 def test_values_and_types(name, kind, layout):
     where, specs, tx = mesh(kind), LAYOUTS[layout], make(name)
-    update = quick_jit(tx.update)
+    update = jax.jit(tx.update)
     with on(where, kind):
         params = place(sample(0, SMALL), where, specs)
         state = tx.init(params)
@@ -107,7 +106,7 @@ def test_differently_sharded_matrices_in_one_batch(name, kind):
         tx = make(name, rules=RULES, **auto)
         guarded = optax.apply_if_finite(tx, 3)
         start = guarded.init(params)
-        got, state = quick_jit(guarded.update)(params, start, params)
+        got, state = jax.jit(guarded.update)(params, start, params)
         # Optax's own counters start off the mesh.
         assert typeof(got) == typeof(params)
         assert typeof(state.inner_state) == typeof(start.inner_state)
@@ -129,5 +128,5 @@ def test_without_jit():
         updates, state = tx.update(params, tx.init(params), params)
         assert typeof(updates) == typeof(params)
         assert typeof(state) == typeof(tx.init(params))
-    want, _ = quick_jit(tx.update)(plain, tx.init(plain), plain)
+    want, _ = jax.jit(tx.update)(plain, tx.init(plain), plain)
     assert_close(updates, want)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from linear_maps import check_norm, check_orientation, filled
-from routing import matrices_of, quick_compilation  # noqa: F401
+from routing import matrices_of
 
 import muon2_optax as m2
 from muon2_optax import MatrixAxes, MatrixRules

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax.linen import partitioning
 from linear_maps import check_norm, check_orientation, filled
-from routing import labels_of, matrices_of, quick_compilation  # noqa: F401
+from routing import labels_of, matrices_of
 
 import muon2_optax as m2
 from muon2_optax import MatrixAxes, MatrixRules

@@ -8,7 +8,7 @@ import optax
 import pytest
 from matrices import normal32
 from reference import relative_error
-from routing import labels_of, leaf, matrices_of, quick_compilation  # noqa: F401
+from routing import labels_of, leaf, matrices_of
 
 import muon2_optax as m2
 from muon2_optax import MatrixAxes, MatrixRules

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import F32, quick_jit
+from helpers import F32
 from reference import relative_error
 
 import muon2_optax as m2
@@ -126,7 +126,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 def updates_of(tx, params, steps=3):
     """Updates and state after gradients that turn from step to step."""
-    state, update = tx.init(params), quick_jit(tx.update)
+    state, update = tx.init(params), jax.jit(tx.update)
     for i in range(steps):
         grads = jax.tree.map(lambda p, i=i: p + 0.3 * i * jnp.cos(7 * p.real), params)
         updates, state = update(grads, state, params)
@@ -277,7 +277,7 @@ def test_complex_target(case):
         return (optax.apply_updates(params, updates), state), None
 
     start = jnp.zeros_like(target)
-    run = quick_jit(functools.partial(jax.lax.scan, step, length=1000))
+    run = jax.jit(functools.partial(jax.lax.scan, step, length=1000))
     (params, _), _ = run((start, tx.init(start)))
     np.testing.assert_allclose(params, target, atol=3e-2)
 

@@ -8,13 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from routing import quick_compilation  # noqa: F401
 
 from benchmarks import cost
 from benchmarks.plan import main
 from examples.mesh import make_mesh
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SMALL = ("--dim", "32", "--heads", "2", "--hidden", "64", "--seq-len", "16")
 SMALL += ("--vocab-size", "64")

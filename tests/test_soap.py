@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_equal, quick_jit
+from helpers import assert_equal
 from reference import relative_error, second_moment, soap
 
 import muon2_optax as m2
@@ -28,7 +28,7 @@ def history(shape, steps, seed=0, dtype=np.float64):
 
 def run(tx, grads):
     """The updates of every step, as lists by leaf."""
-    update, state = quick_jit(tx.update), None
+    update, state = jax.jit(tx.update), None
     taken = {name: [] for name in grads}
     for step in zip(*grads.values()):
         tree = {name: jnp.asarray(g) for name, g in zip(grads, step)}
@@ -85,7 +85,7 @@ def test_long_sides_keep_their_axes(longest):
 
 def test_bases_change_when_they_are_due_only():
     tx = m2.scale_by_soap(precondition_frequency=3)
-    grads, update = history((4, 4), 8, dtype=np.float32), quick_jit(tx.update)
+    grads, update = history((4, 4), 8, dtype=np.float32), jax.jit(tx.update)
     state = tx.init({"w": grads[0]})
     changed = []
     for t, g in enumerate(grads, 1):
@@ -167,7 +167,7 @@ def test_the_size_of_the_gradients_drops_out(size):
 def test_a_restored_state_goes_on_bit_by_bit():
     """Eigenvectors have no sign of their own: they must not be computed again."""
     tx = m2.scale_by_soap(precondition_frequency=2)
-    grads, update = history((5, 5), 7, dtype=np.float32), quick_jit(tx.update)
+    grads, update = history((5, 5), 7, dtype=np.float32), jax.jit(tx.update)
     state = tx.init({"w": grads[0]})
     for g in grads[:5]:
         _, state = update({"w": g}, state)

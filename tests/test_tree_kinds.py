@@ -14,7 +14,7 @@ from flax import nnx
 from flax.core import freeze
 from matrices import normal32
 from reference import relative_error
-from routing import leaf, matrices_of, quick_compilation  # noqa: F401
+from routing import leaf, matrices_of
 
 import muon2_optax as m2
 from muon2_optax import MatrixAxes, MatrixRules

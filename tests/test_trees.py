@@ -1,7 +1,7 @@
 """Routing: which leaves are matrices, in trees of real models."""
 
 import pytest
-from routing import labels_of, leaf, matrices_of, quick_compilation  # noqa: F401
+from routing import labels_of, leaf, matrices_of
 
 from muon2_optax import MatrixAxes, MatrixRules
 

@@ -1,4 +1,4 @@
-"""Measures of an optimizer that runs: reports, spectra, convergence zones."""
+"""Measures of a running optimizer: reports, spectra, convergence zones."""
 
 from muon2_optax.diagnostics.report import MatrixReport as MatrixReport
 from muon2_optax.diagnostics.report import (

@@ -1,7 +1,7 @@
-"""What enters and leaves the orthogonalization of an optimizer that runs.
+"""What enters and leaves the orthogonalization of a running optimizer.
 
 ``orthogonalization_report`` reads it from the optimizer's state. Call it under
-``jax.jit``, since outside every call compiles again. The functions that it applies are
+``jax.jit``: outside, every call compiles again. The functions that it applies are
 public too: spectra, ranks and cosine similarity of any matrices, scalar maps and
 convergence zones of any schedule.
 """
@@ -75,9 +75,9 @@ def orthogonalization_report(
     Takes the momentum M from every ``MomentumState``, ``SecondMomentState`` (divided by
     the root of its second moment) and ``FactorizedSecondMomentState`` (likewise) within
     ``opt_state``, under whatever wrappers, and orthogonalizes it as the optimizer does.
-    For optimizers without Nesterov's term and bias correction (Muon^2's default) this
-    is the last step's input but for the rounding of the stored state; Nesterov's share
-    of the current gradient, which no state keeps, is missing.
+    Without Nesterov's term and bias correction (Muon^2's default) this is the last
+    step's input, up to the rounding of the stored state. With Nesterov's term it lacks
+    the share of the current gradient, which no state keeps.
 
     Args:
       opt_state: state of an optimizer of this library, or a part of it.

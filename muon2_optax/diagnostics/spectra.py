@@ -17,7 +17,11 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def singular_values(x: jax.Array) -> jax.Array:
-    """Singular values of each matrix, (..., min(m, n)), descending."""
+    """Singular values of each matrix, (..., min(m, n)), descending.
+
+    Raises:
+      ValueError: x has fewer than two axes.
+    """
     x, largest = _scale_to_unit(x)
     return largest[..., 0] * jnp.linalg.svd(x, compute_uv=False)
 
@@ -27,6 +31,9 @@ def effective_rank(x: jax.Array) -> jax.Array:
 
     From 1 (rank one) to min(m, n) (all equal); 0 for a zero matrix.
 
+    Raises:
+      ValueError: x has fewer than two axes.
+
     References:
       Roy and Vetterli 2007, "The effective rank", EUSIPCO.
     """
@@ -34,7 +41,11 @@ def effective_rank(x: jax.Array) -> jax.Array:
 
 
 def stable_rank(x: jax.Array) -> jax.Array:
-    """Squared Frobenius norm over squared spectral norm, (...); 0 for a zero matrix."""
+    """Squared Frobenius norm over squared spectral norm, (...); 0 for a zero matrix.
+
+    Raises:
+      ValueError: x has fewer than two axes.
+    """
     s = singular_values(x)
     return jnp.sum(jnp.square(s / roots.replace_zero(s[..., :1])), axis=-1)
 
@@ -53,6 +64,9 @@ def cosine_to_polar(o: jax.Array, x: jax.Array, rtol: float | None = None) -> ja
 
     Returns:
       Real array (...); 0 where o or x is zero.
+
+    Raises:
+      ValueError: x has fewer than two axes.
     """
     u, s, vh = jnp.linalg.svd(_scale_to_unit(x)[0], full_matrices=False)
     rtol = 10 * float(jnp.finfo(s.dtype).eps) if rtol is None else rtol
@@ -73,6 +87,9 @@ def orthogonality_error(
       norm: the ``"frobenius"`` or ``"spectral"`` norm of the difference, or the
         ``"mean"`` of the distances of squared singular values from 1. The mean does not
         grow with the matrix, and it is what the paper's appendix quotes.
+
+    Returns:
+      Real array (...).
 
     Raises:
       ValueError: an unknown norm.

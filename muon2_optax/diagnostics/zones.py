@@ -67,6 +67,9 @@ def convergence_zones(
       ns_coeffs, ns_steps: as in ``newton_schulz``.
       tolerance: the paper's epsilon.
 
+    Returns:
+      Two real scalars.
+
     Raises:
       ValueError: a tolerance outside of (0, 1).
 

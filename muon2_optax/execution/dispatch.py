@@ -12,7 +12,7 @@ from muon2_optax import operands
 from muon2_optax.arrays.grouping import run_in_groups
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import on_device, on_mesh
-from muon2_optax.execution.transport import StoredLeaf
+from muon2_optax.execution.layout import StoredLeaf
 from muon2_optax.kernels import hopper
 from muon2_optax.schedules.coefficients import AOL
 from muon2_optax.schedules.plans import Plan

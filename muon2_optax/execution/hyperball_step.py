@@ -1,4 +1,4 @@
-"""The step of ``weights.hyperball``: moves matrices on the spheres of their norms."""
+"""The step of ``sphere.hyperball``: moves matrices on the spheres of their norms."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple

@@ -22,8 +22,8 @@ from muon2_optax import dtypes, operands
 from muon2_optax.arrays import limits
 from muon2_optax.arrays.stacks import run_in_chunks
 from muon2_optax.execution import transport
+from muon2_optax.execution.layout import ShardLayout, StoredLeaf, device_count
 from muon2_optax.execution.on_device import orthogonalize_batch, run_per_platform
-from muon2_optax.execution.transport import ShardLayout, StoredLeaf, device_count
 from muon2_optax.iteration import gram_runs
 from muon2_optax.kernels import hopper, newton_schulz
 from muon2_optax.schedules.plans import Plan

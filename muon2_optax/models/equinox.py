@@ -73,14 +73,14 @@ def is_module(x: Any) -> bool:
     return walk.derives(x, "equinox")
 
 
-def find(model: Any, lessons: walk.Lessons) -> Iterator[Found]:
+def find(model: Any, given: walk.Given) -> Iterator[Found]:
     """The arrays of a model, with what its modules say of them."""
     leaves = list(walk.leaves(model, is_module))
-    tables = _shared_tables(leaves, lessons)
+    tables = _shared_tables(leaves, given)
     for path, leaf, places in leaves:
         if not _is_parameter(leaf):
             continue
-        known = walk.find_given(places, lessons)
+        known = walk.find_given(places, given)
         if known is None and id(leaf) in tables:
             known = adam(), tables[id(leaf)]
         if known is None:
@@ -96,7 +96,7 @@ def _is_parameter(x: Any) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
-def _shared_tables(leaves: list[Any], lessons: walk.Lessons) -> dict[int, str]:
+def _shared_tables(leaves: list[Any], given: walk.Given) -> dict[int, str]:
     """Arrays that ``eqx.nn.Shared`` also hands to an embedding.
 
     Shared keeps one of the tied arrays and a mark where the other was. Which arrays

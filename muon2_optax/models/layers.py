@@ -20,14 +20,14 @@ class Weight:
         of the tuple: nothing is declared, and ``axes`` are those of the leaf itself.
       note: what else the reason should say: ``"2 groups"``.
       dense: whether it is a plain linear map, which may serve as the model's head.
-      lesson: where the user has said it: the type of module and the path below it.
+      given_as: where the user has said it: the type of module and the path below it.
     """
 
     axes: MatrixAxes | None
     shape: Shape | None = None
     note: str = ""
     dense: bool = False
-    lesson: tuple[Any, str] | None = None
+    given_as: tuple[Any, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +144,11 @@ def choose(
     named: tuple[Weight, str] | None,
     declared: tuple[Weight, str] | None,
 ) -> tuple[Weight | None, str]:
-    """The word that counts: the user's, that of the axis names, the module's.
+    """Chooses between what the user, the axis names and the module say of a leaf.
 
-    Axis names know a vocabulary or a norm where the module is a mere Dense; of the
-    sides of a matrix, the module knows more than they.
+    The user comes first. Axis names come before the module where they send the leaf to
+    AdamW, since they know a vocabulary or a norm whose module is a mere Dense. Which
+    axes form the sides of a matrix, the module knows better.
     """
     if given is not None:
         return given
@@ -157,7 +158,7 @@ def choose(
 
 
 def stack_axes(declared: Shape, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The axes of ``shape`` that stacking may have added; each way it can be read."""
+    """The axes of ``shape`` that stacking may have added, in every possible way."""
     extra = len(shape) - len(declared)
     if extra < 0:
         return []
@@ -183,9 +184,9 @@ class Stacks:
     """Which axes of each leaf stacking has added, with its neighbours' help.
 
     A kernel (4, 4, 6) of a Linear(4, 6) may be stacked on axis 0 or 1. Leaves that are
-    stacked together are so on the same axis, and of its bias, or of another layer in
-    the same block, the sizes may leave only one way. Only a module whose leaves are all
-    stacked alike counts as one block; beyond it another stack may begin.
+    stacked together are stacked on the same axis, and the sizes of its bias, or of
+    another layer in the same block, may allow only one. A module counts as one block
+    only if all its leaves are stacked alike; beyond it another stack may begin.
     """
 
     def __init__(self, found: Sequence[Found]) -> None:

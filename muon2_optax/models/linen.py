@@ -163,7 +163,7 @@ def run(
 def find(
     variables: Any,
     seen: Mapping[str, Seen],
-    lessons: walk.Lessons,
+    given: walk.Given,
     axis_names: Mapping[str, str],
 ) -> Iterator[Found]:
     """The parameters in a tree, with what axis names and modules say of them."""
@@ -178,7 +178,7 @@ def find(
         place = _place(path, seen)
         single = None if place is None else place[0].shapes.get(place[1])
         weight, source = choose(
-            _find_given(path, seen, single, lessons),
+            _find_given(path, seen, single, given),
             logical_axes.read(names, len(shape), axis_names),
             None if place is None else _find_declared(*place),
         )
@@ -225,7 +225,7 @@ def _find_given(
     path: str,
     seen: Mapping[str, Seen],
     single: tuple[int, ...] | None,
-    lessons: walk.Lessons,
+    given: walk.Given,
 ) -> tuple[Weight, str] | None:
     """What the user has said of a leaf; the axes are those of one layer."""
     places = []
@@ -234,7 +234,7 @@ def _find_given(
             below = path[len(above) :].strip("/")
             places.append(walk.Place(inside.module, below))
     places.sort(key=lambda place: -len(place.below))
-    known = walk.find_given(places, lessons)
+    known = walk.find_given(places, given)
     if known is None or single is None:
         return known
     return dataclasses.replace(known[0], shape=(None,) * len(single)), known[1]

@@ -113,7 +113,7 @@ def is_module(x: Any) -> bool:
 
 
 def find(
-    model: Any, lessons: walk.Lessons, axis_names: Mapping[str, str]
+    model: Any, given: walk.Given, axis_names: Mapping[str, str]
 ) -> Iterator[Found]:
     """The parameters of a model, with what its modules say of them."""
     for path, box, places in walk.leaves(model, is_module):
@@ -124,7 +124,7 @@ def find(
             continue
         shape = tuple(inner[0].shape)
         weight, source = choose(
-            walk.find_given(places, lessons),
+            walk.find_given(places, given),
             logical_axes.read(_names(box), len(shape), axis_names),
             walk.find_declared(places, MODULES, "flax.nnx"),
         )

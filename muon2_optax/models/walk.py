@@ -1,4 +1,4 @@
-"""Walks through a model that is a tree of modules, and what each module knows."""
+"""Walks through a model that is a tree of modules, and asks them of their leaves."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ from muon2_optax.models.layers import Weight
 # For each type of module, by name: what it says of its parameters, by their paths
 # below it.
 Table = Mapping[str, Callable[[Any], Mapping[str, Weight]]]
-Lessons = Mapping[Any, Mapping[str, MatrixAxes | None]]
+# What the user says of modules, the argument ``modules`` of ``MatrixRules.of``.
+Given = Mapping[Any, Mapping[str, MatrixAxes | None]]
 
 
 class Place(NamedTuple):
@@ -46,7 +47,7 @@ def leaves(
 
 def _children(node: Any, is_module: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """One level of a tree, named as in the paths of its leaves."""
-    # By its path: a module may hold itself.
+    # Stop by the path, not by identity: a module may hold itself.
     found = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda path, x: bool(path), is_leaf_takes_path=True
     )
@@ -68,14 +69,14 @@ def derives(x: Any, package: str, name: str = "Module") -> bool:
     )
 
 
-def find_given(places: Sequence[Place], lessons: Lessons) -> tuple[Weight, str] | None:
+def find_given(places: Sequence[Place], given: Given) -> tuple[Weight, str] | None:
     """What the user has said of a leaf, by the type of a module above it."""
     for place in reversed(places):
         for base in type(place.module).__mro__:
             for key in (base, base.__name__):
-                if place.below in lessons.get(key, {}):
-                    axes = lessons[key][place.below]
-                    weight = Weight(axes, lesson=(key, place.below))
+                if place.below in given.get(key, {}):
+                    axes = given[key][place.below]
+                    weight = Weight(axes, given_as=(key, place.below))
                     return weight, f"module {base.__name__}, as given"
     return None
 

@@ -1,4 +1,4 @@
-"""The frame of every optimizer: matrices go one way, everything else to AdamW."""
+"""The frame of every optimizer: matrices to its method, everything else to AdamW."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,39 +11,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes
+from muon2_optax.decay import decay_weights
 from muon2_optax.matrices import rules_or_default
 from muon2_optax.moments import scale_by_second_moment
 from muon2_optax.rules import ADAM, MATRIX, MatrixRules
 from muon2_optax.sharding import Shardings
+from muon2_optax.sphere import Radius, hyperball
 from muon2_optax.state_sharding import init_in_place
-from muon2_optax.weights import Radius, add_cautious_weight_decay, hyperball
-
-
-def decay_weights(
-    weight_decay: optax.ScalarOrSchedule, mask: Any, cautious: bool
-) -> optax.GradientTransformation:
-    """Decays all weights, or with ``cautious`` those that the update shrinks as well.
-
-    Where the decay is 0, ``update`` needs no parameters.
-    """
-    add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
-    inner = add(weight_decay, mask)
-    # Schedules and traced numbers may be other than 0 later.
-    number = not callable(weight_decay) and not isinstance(weight_decay, jax.Array)
-    none = number and weight_decay == 0
-
-    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
-        if params is None and none:
-            return updates, state
-        if params is None:
-            raise ValueError(
-                f"weight decay of {weight_decay} needs the parameters: call"
-                " update(updates, state, params)"
-            )
-        return inner.update(updates, state, params)
-
-    return optax.GradientTransformation(inner.init, update_fn)
-
 
 # The defaults of the arguments for AdamW in all signatures.
 ADAM_DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -78,7 +52,7 @@ def _check_rest(rest: Any, **adam: Any) -> None:
         raise ValueError(
             f"{' and '.join(given)} would have no effect: with rest=..., what is not a"
             " matrix is not trained by AdamW; give these numbers to the"
-            " transformation in rest, and leave them away here"
+            " transformation in rest, and leave them out here"
         )
 
 

@@ -1,18 +1,17 @@
 """The arguments that optimizers share: described once, and checked by their names.
 
-Each optimizer's docstring describes the arguments that are its own, or that mean
-something of their own there; ``optimizer`` adds the others from ``SHARED``, in the
-order of the signature. What neither describes is an error of the import.
+Each optimizer's docstring describes the arguments that only it has, or that mean
+something else there; ``optimizer`` adds the others from ``SHARED``, in the order of the
+signature. An argument that neither describes is an error of the import.
 """
 
 import inspect
-import re
-import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 from muon2_optax.arguments import check_arguments
+from muon2_optax.optimizers import _docstrings as docstrings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,10 +88,10 @@ SHARED = {
         " and functions of (fan_in, fan_out)."
     ),
     "adam_h": (
-        "regular expression of the paths that AdamH trains among those that are no"
-        " matrices: AdamW's direction on the hyperball, with ``learning_rate`` and"
-        " without decay. Each must be a table of rank 2, or a stack of tables:"
-        ' ``"lm_head"``. None: none.'
+        'regular expression of paths, such as ``"lm_head"``, that AdamH trains among'
+        " those that are no matrices. It takes AdamW's direction on the hyperball, with"
+        " ``learning_rate`` and without decay. Each must be a table of rank 2, or a"
+        " stack of tables. None: none."
     ),
     "adam_learning_rate": (
         "step size or schedule of AdamW, which trains what is not a matrix; None:"
@@ -126,8 +125,20 @@ ON_SPHERE = {
     ),
 }
 
+# Arguments that these optimizers lack, and why. ``{plain}`` becomes the name of the
+# optimizer that takes the same direction without the hyperball.
+NOT_ON_SPHERE = {
+    "weight_decay": (
+        "matrices keep their norm in place of decay; {plain} decays them, and"
+        " adam_weight_decay decays the rest"
+    ),
+    "shape_scale": (
+        "the step is relative to the norm of the weights, so no factor of the shape"
+        " enters; {plain} has one"
+    ),
+}
 
-# What every optimizer refuses, by an argument that it must have for that; "" for all.
+# What optimizers refuse: for each argument what those refuse that have it; "" for all.
 RAISES = {
     "ValueError": {
         "": (
@@ -144,14 +155,14 @@ RAISES = {
         ),
         "rules": (
             "In ``init``, rules whose axes do not fit, that match no leaf, or that are"
-            " strict and leave a leaf of rank 3 or more out."
+            " strict and leave out a leaf of rank 3 or more."
         ),
         "learning_rate": "On update, the state of another optimizer; no ``params``,"
         " where they are needed.",
     },
     "TypeError": {
         "": (
-            "an unknown argument; one of another type, or an array of several numbers;"
+            "an unknown argument; a wrong type, or an array of several numbers;"
             " a dtype that cannot hold what it is for; what must be known while tracing"
             " and is not, which ``optax.inject_hyperparams`` takes in ``static_args``."
         ),
@@ -161,19 +172,24 @@ RAISES = {
 
 
 def optimizer(
-    ns_steps: int | None = None, texts: Mapping[str, str] = MappingProxyType({})
+    ns_steps: int | None = None,
+    texts: Mapping[str, str] = MappingProxyType({}),
+    missing: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates an optimizer: checks its arguments and completes its docstring.
 
     Args:
       ns_steps: what None stands for as the optimizer's argument ``ns_steps``.
       texts: descriptions of arguments that mean something else than in ``SHARED``.
+      missing: arguments that the other optimizers have and this one lacks, and why.
     """
 
     def decorate(factory: Callable[P, R]) -> Callable[P, R]:
         if ns_steps is not None:
             NS_STEPS[factory.__name__] = ns_steps
-        return complete_docstring(check_arguments(factory, ns_steps), texts)
+        plain = factory.__name__.removesuffix("_h")
+        why = {name: text.format(plain=plain) for name, text in missing.items()}
+        return complete_docstring(check_arguments(factory, ns_steps, why), texts)
 
     return decorate
 
@@ -191,11 +207,12 @@ def complete_docstring(
     """
     if factory.__doc__ is None:  # python -OO
         return factory
-    before, own, after = _sections(inspect.cleandoc(factory.__doc__))
+    before, own, after = docstrings.split(inspect.cleandoc(factory.__doc__))
     steps = str(NS_STEPS.get(factory.__name__, ""))
     described = SHARED | dict(texts)
+    parameters = inspect.signature(factory).parameters
     entries = []
-    for name in inspect.signature(factory).parameters:
+    for name in parameters:
         if name in own:
             entries.append(own[name])
             continue
@@ -204,53 +221,12 @@ def complete_docstring(
                 f"nothing describes the argument {name!r} of {factory.__name__}: add it"
                 " to Args in its docstring or, if other optimizers share it, to SHARED"
             )
-        entries.append(_entry(name, described[name].replace("{steps}", steps)))
-    after = _with_errors(after, inspect.signature(factory).parameters)
+        text = described[name].replace("{steps}", steps)
+        entries.append(docstrings.entry(name, text))
+    errors = {
+        error: " ".join(t for n, t in by_name.items() if not n or n in parameters)
+        for error, by_name in RAISES.items()
+    }
+    after = docstrings.add_errors(after, errors)
     factory.__doc__ = "\n".join([before, "Args:", *entries, "", after])
     return factory
-
-
-def _entry(name: str, text: str) -> str:
-    return textwrap.fill(
-        f"{name}: {text}",
-        80,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _with_errors(after: str, parameters: Collection[str]) -> str:
-    """Adds the errors of all optimizers to the section Raises, or makes one.
-
-    Without one of its own it comes after Returns.
-    """
-    shared = [
-        _entry(error, " ".join(t for n, t in texts.items() if not n or n in parameters))
-        for error, texts in RAISES.items()
-    ]
-    found = re.search(r"^Raises:\n", after, re.M)
-    if found is not None:
-        head, tail = after[: found.end()], after[found.end() :]
-        own, rest = tail.split("\n\n", 1)
-        return head + "\n".join([own, *shared]) + "\n\n" + rest
-    returns, rest = after.split("\n\n", 1) if "\n\n" in after else (after, "")
-    return "\n".join([returns.rstrip(), "", "Raises:", *shared, "", rest])
-
-
-def _sections(doc: str) -> tuple[str, dict[str, str], str]:
-    """Splits a docstring: what is before Args, its entries by name, what is after."""
-    start = re.search(r"^(Args|Returns):$", doc, re.M)
-    if start is None:
-        raise ValueError(f"no Args and no Returns in {doc!r}")
-    before, rest = doc[: start.start()], doc[start.start() :]
-    if start.group() == "Returns:":
-        return before.rstrip() + "\n", {}, rest
-    end = re.search(r"\n\n(?=\S)", rest)
-    if end is None:
-        raise ValueError(f"nothing stands after Args in {doc!r}")
-    args, after = rest[len("Args:\n") : end.start()], rest[end.end() :]
-    entries = re.split(r"\n(?=  \w)", args)
-    before = before.rstrip() + "\n"
-    return before, {e.strip().split(":")[0]: e for e in entries}, after

@@ -5,8 +5,9 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax.decay import decay_weights
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.output_moments import scale_by_output_second_moment

@@ -16,14 +16,16 @@ from muon2_optax import averages, dtypes, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import run_in_groups
-from muon2_optax.axes import ResolvedAxes, ShapeScale
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.decay import decay_weights
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import require_whole_matrix, rules_or_default
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.power_iteration import power_iteration
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
+from muon2_optax.shape_scales import ShapeScale
 
 
 class LowRankState(NamedTuple):
@@ -91,8 +93,8 @@ def scale_by_low_rank_orthonormal(
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
             dtype = dtypes.compute_dtype(p.dtype)
             q = jax.random.normal(key, (*batch, side, rank), dtype)
-            # Inside jax.shard_map an array that depends on no parameter is the same on
-            # all devices, and could not stand where updates differ.
+            # Inside jax.shard_map an array that depends on no parameter has the type of
+            # one that is equal on all devices, and updates of it would not.
             none = sharding.zeros_like(p, dtype)
             q = q + jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
             return q, [*axes.batch, None, None]
@@ -131,7 +133,7 @@ class _Leaf(NamedTuple):
     q: jax.Array
 
     def kind(self) -> Hashable:
-        """Leaves that agree in it run as one batch."""
+        """What leaves must have in common to run as one batch."""
         sides = self.axes.fan_in, self.axes.splits, self.q.shape[-1]
         return sides, dtypes.compute_dtype(self.g.dtype)
 

@@ -5,14 +5,15 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax.axes import ShapeScale
+from muon2_optax.decay import decay_weights
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_dual_norm, scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 from muon2_optax.sharding import Shardings
 
 

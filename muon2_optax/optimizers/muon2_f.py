@@ -10,15 +10,16 @@ from jax.typing import ArrayLike, DTypeLike
 from muon2_optax import averages, dtypes, roots, sharding, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
-from muon2_optax.axes import ShapeScale
+from muon2_optax.decay import decay_weights
 from muon2_optax.execution import factored_moment
 from muon2_optax.matrices import flatten_matrices, require_matrix, rules_or_default
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 from muon2_optax.sharding import Shardings
 
 
@@ -55,10 +56,10 @@ def factorized_second_moment(
         V-hat = r c^T / mean(r)
         update = M / (sqrt(V-hat) + eps)
 
-    Means stand for the paper's sums; V-hat is the same and the range is larger. It
-    stores fan_in + fan_out numbers per matrix (in float32, or float64 for float64) in
-    place of their product, each matrix of a stack and each block of a fused projection
-    for itself. V-hat is 0 while no gradient has been seen.
+    The paper takes sums where these are means: V-hat is the same, and means overflow
+    later. The state holds fan_in + fan_out numbers in place of fan_in * fan_out, in
+    float32 (float64 for float64), for each matrix of a stack and each block of a fused
+    projection. V-hat is 0 while no gradient has been seen.
 
     Args:
       b1: decay rate of the momentum M.
@@ -77,7 +78,8 @@ def factorized_second_moment(
       The transform, with state ``FactorizedSecondMomentState``.
 
     Raises:
-      ValueError: a leaf that is not a matrix under ``rules``.
+      ValueError: a leaf that is not a matrix under ``rules``; a decay rate outside of
+        [0, 1); a negative ``eps``.
 
     References:
       Shazeer and Stern 2018, "Adafactor", for the factored form.

@@ -10,16 +10,18 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax.arguments import check_arguments, check_names
-from muon2_optax.axes import MatrixAxes, ResolvedAxes, ShapeScale
+from muon2_optax.axes import MatrixAxes, ResolvedAxes
+from muon2_optax.decay import decay_weights
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 
 # Every leaf that a block transform sees is a stack of blocks.
 _BLOCK_RULES = MatrixRules((("", MatrixAxes(-2, -1)),))
@@ -46,7 +48,11 @@ def periodically(
       often: that of the others.
       period: a whole number, 1 or more. Traced ones below 1 count as 1.
 
+    Returns:
+      The transform, with state ``PeriodicState``. Updates keep their dtype.
+
     Raises:
+      TypeError: ``seldom`` or ``often`` is no transformation.
       ValueError: a period that is not whole, or one known while tracing below 1.
     """
     seldom, often = map(optax.with_extra_args_support, (seldom, often))
@@ -57,7 +63,7 @@ def periodically(
         return PeriodicState(zero, often.init(params), seldom.init(params))
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
-        # The branches must agree; a traced scalar in one of them would promote.
+        # Both branches must return the same dtypes, which a traced factor could change.
         def run_seldom(updates: Any, state: Any) -> Any:
             new, inner = seldom.update(updates, state.seldom, params, **extra)
             return optax.tree.cast_like(new, updates), state._replace(seldom=inner)
@@ -192,8 +198,9 @@ def muon_bp(
 
     Every ``period``-th step (the first included) is Muon's. On the others each matrix
     is cut into a grid of blocks, and every block is orthogonalized and scaled by its
-    own shape: with the grid of the mesh, no communication. The blocks are an argument
-    here, so the numbers do not depend on how the parameters are sharded.
+    own shape. In the paper the blocks are the shards, so that such a step needs no
+    communication; here they are an argument, so that the numbers do not depend on how
+    the parameters are sharded.
 
     Args:
       period: steps from one full orthogonalization to the next; 1 is Muon, None: 5.
@@ -255,7 +262,10 @@ def muon_bp(
 def _scale(
     inner: optax.GradientTransformation, factor: Any
 ) -> optax.GradientTransformation:
-    """``inner``, its updates times a factor: not within, where no array may be."""
+    """``inner`` with its updates times a factor.
+
+    The factor may be traced, and so must stay outside of the function on blocks.
+    """
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         new, state = inner.update(updates, state, params)

@@ -9,20 +9,22 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, roots, trees
 from muon2_optax.arguments import check_names
-from muon2_optax.axes import ResolvedAxes, ShapeScale
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.decay import decay_weights
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 from muon2_optax.sharding import Shardings
 
 Form = Literal["roots", "sweeps"]
 FORMS = ("roots", "sweeps")
-# The second form's number of sweeps, and how far one of them scales a row or a column.
+# Of the second form: the number of sweeps, and the limit of a sweep's factors.
 SWEEPS, LARGEST = 2, 4.0
 
 
@@ -32,8 +34,8 @@ def equilibrate(
 ) -> optax.GradientTransformation:
     """Scales the rows and the columns of each matrix towards equal sizes.
 
-    The stateless rival of ``factorized_second_moment``: the statistics are those of
-    the matrix itself, not an average over steps. Stands before
+    Does without state what ``factorized_second_moment`` does: the statistics are those
+    of the matrix itself, not an average over steps. It stands before
     ``newton_schulz_orthogonalize``.
 
     Args:
@@ -41,10 +43,10 @@ def equilibrate(
 
         - ``"roots"``: ``diag(M M^T)^(-1/4) M diag(M^T M)^(-1/4)``: each row and each
           column is divided by the root of its own norm, both norms taken from M,
-        - ``"sweeps"``: M is brought to a root mean square of 1, then twice the weights
-          of every output and those of every input are divided by their root mean
-          square, held within 1/4 and 4. (Outputs first: published codes, which store
-          them as rows, begin with the rows.)
+        - ``"sweeps"``: M is scaled to a root mean square of 1. Then, twice, the weights
+          of every output are divided by their root mean square, and after them those of
+          every input; each divisor is held within 1/4 and 4. (Outputs come first
+          because published codes store them as rows, and begin with the rows.)
 
       rules: which axes form the matrices; None: ``MatrixRules()``.
 
@@ -96,7 +98,7 @@ def _by_roots(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
 
 def _by_sweeps(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
     rows, _ = _mean_squares(x, axes)
-    # Means over the rows' means; every block's is where the block's outputs are.
+    # The mean of the rows' means. Where outputs are split, each has its block's.
     size = roots.sqrt(jnp.sum(rows / axes.fan_in, axis=axes.ins, keepdims=True))
     x = x / roots.replace_zero(size)
     for _ in range(SWEEPS):
@@ -111,7 +113,7 @@ def _limited_root(mean_square: jax.Array) -> jax.Array:
 
 
 def _mean_squares(x: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
-    """Of rows (along the outputs, for each block) and of columns, to divide x by."""
+    """Mean squares of rows (in each block) and of columns, in shapes that divide x."""
     square = dtypes.squared_magnitude(x)
     sizes = jnp.asarray(axes.per_output(axes.splits), square.dtype)
     rows = axes.by_block(axes.sums(square / sizes, axes.outs))
@@ -119,7 +121,7 @@ def _mean_squares(x: jax.Array, axes: ResolvedAxes) -> tuple[jax.Array, jax.Arra
 
 
 def _largest(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
-    """The largest magnitude of each matrix, to divide x by."""
+    """The largest magnitude of each matrix, in a shape that divides x."""
     columns = jnp.max(jnp.abs(x), axis=axes.ins, keepdims=True)
     blocks = range(len(axes.splits))
     owners = jnp.asarray(axes.per_output(blocks))

@@ -7,15 +7,15 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax.moments import scale_by_momentum
 from muon2_optax.optimizers._route import route
-from muon2_optax.optimizers._shared_arguments import ON_SPHERE, optimizer
+from muon2_optax.optimizers._shared_arguments import NOT_ON_SPHERE, ON_SPHERE, optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.schedules.coefficients import NSCoeffs
 from muon2_optax.sharding import Shardings
-from muon2_optax.weights import Radius, hyperball
+from muon2_optax.sphere import Radius, hyperball
 
 
-@optimizer(ns_steps=5, texts=ON_SPHERE)
+@optimizer(ns_steps=5, texts=ON_SPHERE, missing=NOT_ON_SPHERE)
 def muon_h(
     learning_rate: optax.ScalarOrSchedule,
     b1: ArrayLike = 0.95,

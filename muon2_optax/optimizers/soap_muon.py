@@ -10,22 +10,23 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import averages, dtypes, sharding, trees
 from muon2_optax.arguments import check_arguments
-from muon2_optax.axes import ShapeScale
+from muon2_optax.decay import decay_weights
 from muon2_optax.execution import rotated_moment
 from muon2_optax.matrices import (
     flatten_matrices,
     require_whole_matrix,
     rules_or_default,
 )
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.orthogonalize import newton_schulz_orthogonalize
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 from muon2_optax.sharding import Shardings
 
-# Of Vyas et al.: most layers' sides are below it, most vocabularies above.
+# The defaults of Vyas et al. Most layers have shorter sides, most vocabularies longer.
 FREQUENCY, LONGEST_SIDE = 10, 10_000
 
 
@@ -68,13 +69,14 @@ def scale_by_soap(
         update = P (P^H M Q / (sqrt(V) + eps)) Q^H
         L = shampoo_beta L + (1 - shampoo_beta) G G^H        R: G^H G
 
-    Every ``precondition_frequency`` steps, after the update, P becomes the orthonormal
-    factor of ``(L + 1e-6 l I) P``, a step of orthogonal iteration from columns sorted
-    by their eigenvalues, the largest of which is l; the second term keeps in place what
-    is rounding noise in float32. The first time it is the eigenvectors themselves, and
-    V, whose sum stays, is spread over them as their eigenvalues are. Until then P and Q
-    are identities, and this is ``scale_by_second_moment``. ``docs/methods.md`` says
-    what it costs, on a mesh too.
+    Every ``precondition_frequency`` steps, after the update, P and Q are refreshed. The
+    first time they become the eigenvectors themselves; V keeps its sum, but is spread
+    over them in proportion to their eigenvalues. Until then P and Q are identities, and
+    this is ``scale_by_second_moment``. Later a refresh is one step of orthogonal
+    iteration: the columns of P are sorted by their eigenvalues, of which l is the
+    largest, and P becomes the orthonormal factor of ``(L + 1e-6 l I) P``. The second
+    term keeps directions in place that are rounding noise in float32.
+    ``docs/methods.md`` says what it costs, on a mesh too.
 
     Args:
       b1: decay rate of the momentum M.

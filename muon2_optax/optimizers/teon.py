@@ -13,16 +13,18 @@ from jax.typing import ArrayLike, DTypeLike
 
 from muon2_optax import dtypes, operands
 from muon2_optax.arguments import check_names, check_static
-from muon2_optax.axes import ResolvedAxes, ShapeScale
+from muon2_optax.axes import ResolvedAxes
+from muon2_optax.decay import decay_weights
 from muon2_optax.execution import dispatch
 from muon2_optax.matrices import flatten_matrices, rules_or_default
 from muon2_optax.moments import scale_by_momentum
-from muon2_optax.optimizers._route import decay_weights, route
+from muon2_optax.optimizers._route import route
 from muon2_optax.optimizers._shared_arguments import optimizer
 from muon2_optax.rules import MatrixRules
 from muon2_optax.scaling import scale_by_shape
 from muon2_optax.schedules import plans
 from muon2_optax.schedules.coefficients import NSCoeffs
+from muon2_optax.shape_scales import ShapeScale
 from muon2_optax.sharding import locate
 
 # Query, key and value projections under the names that model codes give them.

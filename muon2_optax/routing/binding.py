@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 def rules_of_tree(
     leaves: Sequence[tuple[str, Shape]], decided: Callable[[str], bool]
 ) -> list[LeafRule]:
-    """A rule for each leaf that neighbours decide, or about which there is a doubt.
+    """A rule for each leaf that its neighbours decide, or that is doubtful.
 
     Args:
       leaves: path and shape of every leaf.
@@ -57,7 +57,8 @@ def rules_of_tree(
     biases = {names.components(p)[:-1]: s for p, s in leaves if _is_bias(p, s)}
     for path, kind in kinds.items():
         if kind is not None and kind.adam:
-            # Beside a leaf that is called ``embed`` itself stand those of its model.
+            # The neighbours of a leaf that is itself called ``embed`` are the rest of
+            # the model: their biases say nothing about it.
             *module, leaf = names.components(path)
             alone = kind_of(names.name_of(leaf), len(shapes[path]))
             bias = None if alone else biases.get(tuple(module))

@@ -12,10 +12,10 @@ from muon2_optax.routing.names import name_of, normal, pattern_of
 from muon2_optax.routing.orientation import UNORIENTED
 
 Shape = tuple[int, ...]
-# Matrices of hidden layers have more inputs and outputs than this, and are less oblong:
-# these numbers are doubtful themselves.
+# Matrices of hidden layers have longer sides than this, and are less oblong. A leaf of
+# exactly this side or ratio is doubtful.
 SMALL_SIDE, LARGE_RATIO = 8, 64
-# Where no side is larger, the tree is a toy and its sizes mean nothing.
+# Where all sides are smaller, the tree is a toy and its sizes mean nothing.
 TOY = 64
 # Names, as words joined by "_", of the projections into heads and out of them.
 _TO_HEADS = re.compile(r"(to_)?(q|k|v|query|key|value)(_?proj(ection)?)?|w_?[qkv]")
@@ -39,10 +39,10 @@ class Sizes:
         matrices: Sequence[Shape],
         tables: Sequence[Shape],
     ) -> "Sizes":
-        """Of all leaves, and those of rank 2 that are matrices or tables by default.
+        """From the shapes of all leaves, and of rank-2 matrices and tables by default.
 
-        A single matrix with an embedding's transposed shape is probably a head; hidden
-        layers come in numbers.
+        A single matrix with an embedding's transposed shape is probably a head: of the
+        shape of a hidden layer there are several.
         """
         alone = collections.Counter(matrices)
         heads = {(d, v) for v, d in tables if v > max(d, TOY) and alone[d, v] == 1}
@@ -97,8 +97,8 @@ def doubt_of_adam(
 def settling_lines(pattern: str, case: Case) -> list[str]:
     """The rules that settle a doubt, one line for each answer.
 
-    A matrix that is known to be (out, in) stays so: who answers that it is a matrix
-    must not turn it by the way.
+    Where a matrix is known to be (out, in), the answer "Muon" keeps that layout: it
+    must not transpose the matrix as a side effect.
     """
     if case.doubt == FLATTENED:
         return [
@@ -123,7 +123,7 @@ def settling_lines(pattern: str, case: Case) -> list[str]:
 def _of_attention(case: Case) -> dict[str, str]:
     """The axes of kernels with an axis of heads, as Flax's attention stores them.
 
-    Asked about as such by their names alone: a stack of (in, out) kernels looks alike.
+    Only their names tell: the shape could be that of stacked (in, out) kernels.
     """
     name = name_of(case.path)
     owner = name.owner if name.leaf in ("kernel", "weight", "w") else name.leaf

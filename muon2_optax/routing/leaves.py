@@ -20,7 +20,7 @@ class LeafRule:
       axes: the axes that form its matrices, or None for AdamW.
       reason: a short phrase for ``MatrixRules.describe``: ``"module Linear"``.
       doubt: what speaks against it, for a warning; empty where nothing does.
-      guessed: whether its shape decides alone, after its model was asked in vain.
+      guessed: whether only its shape decides, since its model and name say nothing.
     """
 
     path: str
@@ -32,7 +32,7 @@ class LeafRule:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A leaf about which there is a doubt, and the axes that it has meanwhile."""
+    """A doubtful leaf, and the axes that it has until a rule settles it."""
 
     path: str
     shape: Shape

@@ -60,7 +60,7 @@ class Tree:
             for depth in range(len(key)):
                 self.children[key[:depth]].add(key[depth])
                 subtrees[key[:depth]].add(shape)
-        # The largest side of a matrix in each.
+        # The largest side of a matrix in each subtree that is a stack.
         self._stacks = {key: x.largest for key, x in subtrees.items() if x.is_stack()}
 
     def key(self, path: str) -> Path:
@@ -89,14 +89,14 @@ class Tree:
         return any(key[:depth] in self._stacks for depth in range(len(key)))
 
     def is_wide(self, key: Path) -> bool:
-        """Whether a leaf has a side that no matrix stacked with it has the like of."""
+        """Whether a leaf has a longer side than every matrix stacked with it."""
         sides = [self._stacks.get(key[:depth], 0) for depth in range(len(key))]
         return max(self.shapes[key] or (0,)) > max(sides)
 
     def is_bias(self, key: Path, shape: Shape) -> bool:
-        """``b`` beside ``w``, ``gating_b`` beside ``gating_w``: what a bias adds to.
+        """Whether it is ``b`` beside ``w`` or ``gating_b`` beside ``gating_w``, say.
 
-        Its shape is that of the weight without the inputs, stacked or not.
+        A bias has the shape of its weight without the inputs, stacked or not.
         """
         weights = (
             self.beside(key, name) for name in _weights_of(key[-1] if key else "")
@@ -139,15 +139,15 @@ class _Subtree:
             self.largest = max(self.largest, *shape)
         self.vectors += len(shape) == 2
         for axis, sizes in enumerate(self.sizes):
-            # A scalar of each layer is stacked on the only axis that there is.
+            # A scalar of each layer has one axis only, which is that of the stack.
             at = min(axis, len(shape) - 1)
             sizes.add(shape[at] if shape else -1)
 
     def is_stack(self) -> bool:
-        """Whether one axis has the same size in all, and is none of the matrices' own.
+        """Whether one axis has the same size in all leaves and stacks them.
 
-        An axis that is as large as any other is a layer's width: (d, heads, k) beside
-        (d, 4 d).
+        If that size is the largest side of any matrix, it is the layer's width instead:
+        (d, heads, k) beside (d, 4 d).
         """
         if not (self.matrices and self.vectors):
             return False

@@ -6,10 +6,10 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from muon2_optax.axes import ShapeScale, shape_factors
 from muon2_optax.routing.doubts import names_of, text_of
 from muon2_optax.routing.leaves import Verdict
 from muon2_optax.routing.names import pattern_of
+from muon2_optax.shape_scales import ShapeScale, shape_factors
 from muon2_optax.trees import quote
 
 Row = tuple[str, ...]
@@ -132,7 +132,7 @@ def _row(alike: Sequence[Verdict], shape_scale: ShapeScale) -> Row:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """Columns of equal width; a path that does not fit stands on a line of its own."""
+    """Rows in aligned columns; a path that is too long has a line of its own."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     rest = sum(widths[1:-1]) + 2 * (len(widths) - 1) + min(widths[-1], 24)
     widths[0] = min(widths[0], max(WIDTH - rest, 24))

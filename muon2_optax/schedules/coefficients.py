@@ -38,6 +38,11 @@ class Schedule:
       shorter: the tables for fewer steps, with ``take="whole"``.
       normalization: what is done to the input before the first step.
       source: paper or repository.
+
+    Raises:
+      TypeError: a ``normalization`` of another kind.
+      ValueError: ``triples`` or ``shorter`` that are no tables of finite triples, an
+        unknown ``take``, or ``shorter`` without ``take="whole"``.
     """
 
     triples: tuple[Triple, ...]
@@ -70,7 +75,11 @@ class Schedule:
         return {len(t): t for t in (*self.shorter, self.triples)}
 
     def rows(self, steps: int) -> tuple[Triple, ...]:
-        """The triples of a run of ``steps`` steps; 0 steps only normalize."""
+        """The triples of a run of ``steps`` steps; 0 steps only normalize.
+
+        Raises:
+          ValueError: a negative number, or one for which nothing is defined.
+        """
         if steps < 0:
             raise ValueError(f"ns_steps must be 0 or more, got {steps}")
         have = len(self.triples)

@@ -53,15 +53,15 @@ def fit_coefficients(
     Args:
       spectrum: singular values, divided by the matrix's Frobenius norm: (n,) for one
         matrix, (..., n) for several, or a list of such arrays of different n, as
-        ``report.orthogonalization_report`` gives. Each matrix counts the same.
-        Values under 1e-7 of its largest are missing rank and do not count.
+        ``diagnostics.orthogonalization_report`` gives. Each matrix counts the same.
+        Values under 1e-7 of its largest are noise and do not count.
       steps: number of triples K.
       weights: how often each value occurs, in the shape of ``spectrum``.
       floor: as above. A higher one treats the large singular values more evenly and
         costs reach when K is small; Keller's triple complies up to 0.56.
       blend: share of each spectrum's weight that is spread over [0, 1], half of it
-        evenly in s, half in log s from a tenth of the lowest percentile on: in favour
-        of schedules that also serve the spectra to come.
+        evenly in s, half in log s from a tenth of the lowest percentile on, so that the
+        schedule also serves spectra a little different from these.
 
     Returns:
       K triples, a table that only fits ``ns_steps=K``. The last is scaled so that the
@@ -159,8 +159,8 @@ def _histogram(values: np.ndarray, counts: np.ndarray, blend: float) -> np.ndarr
 def _starts(steps: int) -> list[Any]:
     starts: list[Any] = []
     for schedule in SCHEDULES.values():
-        if schedule.take == "whole":  # results of this fit: it does not go on from them
-            continue
+        if schedule.take == "whole":
+            continue  # made by this fit, which must not start from its own results
         for rows in (schedule.triples[:steps], schedule.triples[-steps:]):
             rows += rows[-1:] * (steps - len(rows))
             if rows not in starts:
@@ -172,8 +172,8 @@ def _starts(steps: int) -> list[Any]:
 def _parameters(triples: Sequence[Triple]) -> np.ndarray:
     """Two numbers per step, each step rescaled to map [0, 1] onto [0, 1].
 
-    Scaling one step's output and the next one's input cancel, which leaves the ratios
-    b / a < 0 and c / a < -b / a / 1.02^2: then p(x) <= a x on [0, 1.02].
+    A factor of one step's output can be taken back at the next one's input, so only the
+    ratios b / a < 0 and c / a < -b / a / 1.02^2 remain: then p(x) <= a x on [0, 1.02].
     """
     high, x = 1.0, []
     for a, b, c in triples:

@@ -12,7 +12,7 @@ import numpy as np
 
 from muon2_optax.schedules.coefficients import Frobenius, Schedule, quintic
 
-# From this lower / upper on, the minimax polynomial is its limit but for rounding
+# From this lower / upper on, the minimax polynomial equals its limit up to rounding
 # (github.com/NoahAmsel/PolarExpress).
 _DEGENERATE = 1 - 5e-6
 
@@ -29,8 +29,8 @@ def polar_express_coefficients(
     """The minimax schedule for singular values in [lower, upper].
 
     Each step is the odd quintic with the least maximal distance from 1 on the interval
-    into which the steps before it map [lower, upper]; no other composition of quintics
-    comes closer to 1 (Amsel et al.), but for cushion and safety. Published tables:
+    into which the steps before it map [lower, upper]. Without cushion and safety no
+    other composition of odd quintics comes closer to 1 (Amsel et al.). Published are:
 
     - the paper's: ``(1e-3, steps=8, cushion=0.02407327424182761, safety=0)``; its code
       then divides, ``safety=0.01, safety_applied="after"``;
@@ -52,8 +52,8 @@ def polar_express_coefficients(
         then scaled so that its values over the real interval are centered at 1.
       safety: every step but the last is p(x / (1 + safety)) for the minimax p, a margin
         for rounding above ``upper``.
-      safety_applied: ``"during"``: the later steps know of it; ``"after"``: they do
-        not.
+      safety_applied: ``"during"``: the intervals of later steps take it into account;
+        ``"after"``: they do not.
 
     Returns:
       A ``Schedule`` with ``take="first"``, normalized by the Frobenius norm.

@@ -1,6 +1,6 @@
 """What may be done to a matrix before the first Newton-Schulz step.
 
-The iteration needs singular values in [0, 1], and fewer steps the nearer they are to 1.
+The iteration needs singular values in [0, 1], and fewer steps if they are near 1.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def _check_not_negative(how: Any) -> None:
-    """Refuses numbers of a normalization that are known to be negative, and others."""
+    """Refuses fields of a normalization that are no numbers, or known negative ones."""
     for field in dataclasses.fields(how):
         value = getattr(how, field.name)
         known = isinstance(value, int | float | np.number)
@@ -28,6 +28,9 @@ class Frobenius:
     interval [0, 1] on which the iteration converges. With ``eps`` and ``floor`` at 0
     (the default) the result does not depend on the size of X; published codes add 1e-7
     or, as ``torch.optim.Muon``, clamp. A zero matrix stays zero either way.
+
+    Raises:
+      ValueError: a number is negative, or none.
     """
 
     factor: float = 1.0
@@ -43,11 +46,15 @@ class AOL:
     """Scale row i of the wide X by ``(sum_j |X X^H|_ij) ** -0.5``.
 
     Almost-orthogonal-layer scaling (Prach and Lampert 2022), as Turbo-Muon uses it: it
-    bounds the spectral norm by 1, more tightly than the Frobenius norm, and its Gram
-    matrix serves the first step. It acts on one side only: on the shorter axis, and for
-    a square matrix on the outputs (the last axis), so the result is close to the polar
-    factor of X but biased by the row sizes. ``eps`` bounds the row sums from below, in
-    units of X squared; 0 (the default) makes the result independent of the size of X.
+    bounds the spectral norm by 1, more tightly than the Frobenius norm, and the first
+    step uses its Gram matrix again. It acts on one side only: on the shorter axis, and
+    for a square matrix on the outputs (the last axis). So the result of the iteration
+    is close to the polar factor of X but biased by the row sizes. ``eps`` bounds the
+    row sums from below, in units of X squared; 0 (the default) makes the result
+    independent of the size of X.
+
+    Raises:
+      ValueError: ``eps`` is negative, or no number.
     """
 
     eps: float = 0.0
@@ -62,9 +69,13 @@ class Schatten:
 
     The fourth root of the sum of the singular values' fourth powers (Grishina et al.
     2025, arXiv:2506.10935). It lies between the spectral and the Frobenius norm, so the
-    result lies in [0, 1], nearer to 1, and its Gram matrix serves the first step.
-    ``eps`` bounds the norm of X X^H from below, in units of X squared; 0 (the default)
-    makes the result independent of the size of X.
+    singular values end in [0, 1] and nearer to 1 than with the Frobenius norm. The
+    first step uses its Gram matrix again. ``eps`` bounds the norm of X X^H from below,
+    in units of X squared; 0 (the default) makes the result independent of the size
+    of X.
+
+    Raises:
+      ValueError: ``eps`` is negative, or no number.
     """
 
     eps: float = 0.0
@@ -80,6 +91,9 @@ class Spectral:
     The tightest of all, and the most expensive: it takes the eigenvalues of every
     X X^H, in float32 or better. On accelerators that costs more than the iteration
     that it shortens.
+
+    Raises:
+      ValueError: ``eps`` is negative, or no number.
     """
 
     eps: float = 0.0

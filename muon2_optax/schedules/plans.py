@@ -33,6 +33,7 @@ class Plan:
 
     @property
     def static(self) -> bool:
+        """Whether the number of steps is known while tracing."""
         return self.steps is None
 
 
@@ -46,8 +47,9 @@ def resolve(
       ns_coeffs: the name of a schedule in ``SCHEDULES``, a ``Schedule``, one triple
         (repeated ``ns_steps`` times), or a (K, 3) table, whose K must then equal
         ``ns_steps``.
-      ns_steps: number of iterations K; 0 only normalizes. A traced number makes a loop
-        on the products of XLA, and NaN where a number known while tracing is refused.
+      ns_steps: number of iterations K; 0 only normalizes. A traced number runs as a
+        loop, without the Hopper kernels, and gives NaN where a number known while
+        tracing is refused.
 
     Raises:
       ValueError: an unknown name, a table of another shape, a table whose length is
@@ -139,7 +141,7 @@ def _schedule_plan(schedule: Schedule, ns_steps: jax.Array) -> Plan:
 
 
 def _traced_plan(how: Normalization, table: Any, ns_steps: Any, fits: Any) -> Plan:
-    """A plan of a traced number of steps: one step of NaN where it does not fit."""
+    """A plan with a traced number of steps; one step of NaN where it does not fit."""
     return Plan(how, jnp.where(fits, table, jnp.nan), jnp.where(fits, ns_steps, 1))
 
 

@@ -24,7 +24,6 @@ from helpers import (
     leaves,
     make,
     only,
-    quick_jit,
     run,
     run_compiled,
     sample,
@@ -97,7 +96,7 @@ def test_inject_hyperparams(name, given):
 def test_injected_hyperparameters_act(name):
     params, grads = sample(0, SMALL), sample(1, SMALL)
     tx = injected(name, 0.1, weight_decay=0.0, adam_weight_decay=0.0)
-    state, update = tx.init(params), quick_jit(tx.update)
+    state, update = tx.init(params), jax.jit(tx.update)
     full, _ = update(grads, state, params)
     state.hyperparams["learning_rate"] /= 2
     half, _ = update(grads, state, params)
@@ -127,7 +126,7 @@ def test_schedules_see_the_step(name):
     state, plain_state, update = (
         tx.init(params),
         plain.init(params),
-        quick_jit(tx.update),
+        jax.jit(tx.update),
     )
     for t, g in enumerate(gradients(3, SMALL)):
         got, state = update(g, state, params)
@@ -196,7 +195,7 @@ def test_masked_weight_decay(name, function):
     mask = {"w": not function, "b": function}
     tx = make(name, 0.5, weight_decay_mask=(lambda _: mask) if function else mask)
     params = sample(0, SMALL)
-    updates, _ = quick_jit(tx.update)(zeros_like(params), tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(zeros_like(params), tx.init(params), params)
     # A zero gradient moves nothing, so what is left is the decay alone.
     on, off, factor = ("b", "w", -0.025) if function else ("w", "b", -0.05)
     if name in ON_SPHERE and on == "w":

@@ -19,7 +19,6 @@ from helpers import (
     assert_equal,
     every,
     gradients,
-    quick_jit,
     run_compiled,
     sample,
     types,
@@ -43,7 +42,7 @@ def test_reaches_the_minimum_at_a_constant_rate(name):
         start["matrix"] = norms[0] / norms[1] * other
     tx = m2.REGISTRY[name](3e-3, adam_learning_rate=1e-2)
 
-    @quick_jit
+    @jax.jit
     def train(params):
         def body(carry, _):
             params, state = carry
@@ -145,7 +144,7 @@ def test_lookahead(name):
     """lookahead_test.py: slow parameters are synchronized every second step."""
     params = optax.LookaheadParams.init_synced(sample(0, SMALL))
     tx = optax.lookahead(m2.REGISTRY[name](0.1), sync_period=2, slow_step_size=0.5)
-    state, update = tx.init(params), quick_jit(tx.update)
+    state, update = tx.init(params), jax.jit(tx.update)
     for step, grads in enumerate(gradients(2, SMALL), 1):
         before = params
         updates, state = update(grads, state, params)

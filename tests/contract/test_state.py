@@ -29,7 +29,6 @@ from helpers import (
     leaves,
     make,
     only,
-    quick_jit,
     run,
     run_compiled,
     sample,
@@ -128,7 +127,7 @@ def test_second_step_does_not_recompile(name):
     tx = make(name, optax.linear_schedule(0.1, 0.0, 10))
     traces = 0
 
-    @quick_jit
+    @jax.jit
     def step(params, state, grads):
         nonlocal traces
         traces += 1
@@ -147,7 +146,7 @@ def test_extra_arguments_are_ignored(name):
     tx, params, grads = make(name), sample(0, SMALL), sample(1, SMALL)
     extra = {"value": jnp.ones(()), "grad": grads, "loss_fn": len, "anything": None}
     state = tx.init(params)
-    got = quick_jit(lambda *args: tx.update(*args, **extra))(grads, state, params)
+    got = jax.jit(lambda *args: tx.update(*args, **extra))(grads, state, params)
     assert_equal(got, compiled(name).update(grads, state, params))
 
 

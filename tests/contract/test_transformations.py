@@ -16,7 +16,6 @@ from helpers import (
     every,
     gradients,
     make,
-    quick_jit,
     run,
     sample,
 )
@@ -39,7 +38,7 @@ def test_scan_is_loop(name):
         return (optax.apply_updates(params, updates), state), updates
 
     stacked = jax.tree.map(lambda *g: jnp.stack(g), *grads)
-    scan = quick_jit(functools.partial(jax.lax.scan, body))
+    scan = jax.jit(functools.partial(jax.lax.scan, body))
     carry, updates = scan((params, tx.init(params)), stacked)
     last = jax.tree.map(lambda x: x[-1], updates)
     assert_close((*carry, last), run(compiled(name), params, grads))
@@ -54,7 +53,7 @@ def test_vmap_over_learning_rates(name):
         return run(tx, params, grads)[0]
 
     rates = jnp.array([0.01, 0.1, 0.3])
-    got, one = quick_jit(jax.vmap(train))(rates), quick_jit(train)
+    got, one = jax.jit(jax.vmap(train))(rates), jax.jit(train)
     for i, rate in enumerate(rates):
         assert_close(jax.tree.map(lambda x, i=i: x[i], got), one(rate))
 
@@ -65,7 +64,7 @@ def test_donation(name):
     tx, params, grads = make(name), sample(0, SMALL), gradients(3, SMALL)
     want = run(compiled(name), params, grads)[:2]
 
-    @functools.partial(quick_jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, g):
         updates, state = tx.update(g, state, params)
         return optax.apply_updates(params, updates), state

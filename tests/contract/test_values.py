@@ -21,7 +21,6 @@ from helpers import (
     every,
     gradients,
     make,
-    quick_jit,
     run,
     run_compiled,
     sample,
@@ -53,7 +52,7 @@ def test_odd_shapes(name):
     )
     params, grads = sample(0, shapes), sample(1, shapes)
     tx = make(name, rules=m2.MatrixRules(rules))
-    updates, state = quick_jit(tx.update)(grads, tx.init(params), params)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
     assert types(updates) == types(grads)
     assert_finite((updates, state))
     if name in RANDOM_START:
@@ -166,7 +165,7 @@ def test_convergence(name):
     rate = optax.linear_schedule(0.1, 0.0, steps)
     tx = make(name, rate, weight_decay=0.0, adam_weight_decay=0.0)
 
-    @quick_jit
+    @jax.jit
     def train(params):
         def body(carry, _):
             params, state = carry

@@ -3,9 +3,7 @@
 import argparse
 import inspect
 import pathlib
-from collections.abc import Iterator
 
-import jax
 import pytest
 
 # A model and a length that train in about a second; tests add what they are about.
@@ -29,11 +27,3 @@ def text_path(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("text") / "sources.txt"
     path.write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """Compiling takes most of a tiny run: programs as written, not optimized."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

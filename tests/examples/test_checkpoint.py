@@ -26,11 +26,8 @@ from examples.pretrain import main
 from examples.runs import claimed, store_settings
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.usefixtures("quick_compilation"),
-    # Orbax forgets a coroutine where a checkpoint is damaged.
-    pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning"),
-]
+# Orbax forgets a coroutine where a checkpoint is damaged.
+pytestmark = pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning")
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +38,7 @@ def argv(text_path: Path, tiny: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(
-    quick_compilation: None, tmp_path_factory: pytest.TempPathFactory, argv: list[str]
-) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, argv: list[str]) -> Path:
     """A run of 12 steps on one device, with checkpoints of 4, 8 and 12."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert main([*argv, "--steps", "12", "--out", str(folder)]) == 0

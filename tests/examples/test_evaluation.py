@@ -32,11 +32,8 @@ CONFIG = parse(
 GRAPHDEF, INIT = make_model(CONFIG.model.without_drops(), 257)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @pytest.fixture(scope="module")
-def params(quick_compilation: None) -> Any:
+def params() -> Any:
     # The initial logits are all but equal; larger ones make scores that differ.
     params = INIT(jax.random.key(0))
     params["lm_head"]["kernel"] *= 20

@@ -21,8 +21,6 @@ from examples.models import make_model
 from examples.options import UserError
 from examples.pretrain import main as pretrain
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB, HEADS, LAYERS, LENGTH = 43, 2, 3, 12
 Tensors = dict[str, np.ndarray]
 

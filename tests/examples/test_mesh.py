@@ -16,8 +16,6 @@ from examples.models import Decoder
 from examples.models.head import head_loss
 from examples.options import UserError
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = 64
 
 

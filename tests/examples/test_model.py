@@ -20,8 +20,6 @@ from examples.models.attention import rotate, rotation
 from examples.models.head import head_loss
 from examples.options import UserError
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = 50
 SLOW = pytest.mark.slow
 ARCHITECTURES = ("llama", "gpt", "moe")

@@ -35,12 +35,8 @@ def of_kind(folder: Path, kind: str) -> Records:
     return [record for record in records if record["kind"] == kind]
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @pytest.fixture(scope="module")
 def full_run(
-    quick_compilation: None,
     tmp_path_factory: pytest.TempPathFactory,
     text_path: Path,
     tiny: list[str],

@@ -130,9 +130,7 @@ def killed_and_resumed(runs: Runs, kills: int, steps: str, seed: int) -> None:
     assert_same(whole, folder)
 
 
-def test_a_killed_run_ends_as_the_uninterrupted_one(
-    runs: Runs, quick_compilation: None
-) -> None:
+def test_a_killed_run_ends_as_the_uninterrupted_one(runs: Runs) -> None:
     """Between two checkpoints, as soon as it has trained for some steps."""
     whole, folder = runs.root / "whole-12", runs.root / "killed-12"
     process = runs.start(folder, "--steps", "12", "--save-every", "5")

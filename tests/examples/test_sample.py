@@ -13,8 +13,6 @@ from examples import sample as sampling
 from examples.pretrain import main as pretrain
 from examples.sample import choose, continue_text, load_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SENTENCE = "the quick brown fox jumps over the lazy dog, so it does. "
 

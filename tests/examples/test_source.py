@@ -10,8 +10,6 @@ from examples.files import RecordFile
 from examples.options import UserError
 from examples.pretrain import main
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture
 def argv(text_path: Path, tiny: list[str]) -> list[str]:

@@ -7,8 +7,6 @@ import pytest
 
 from benchmarks import plot, sweep
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.slow
 def test_a_sweep_and_its_continuation(

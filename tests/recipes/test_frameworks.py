@@ -12,7 +12,6 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
 from recipes.first_step import assert_moved, data
-from routing import quick_compilation  # noqa: F401
 
 import muon2_optax as m2
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from routing import quick_compilation  # noqa: F401
 
 import muon2_optax as m2
 

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from routing import quick_compilation  # noqa: F401
 
 import muon2_optax as m2
 

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 from flax import nnx
 from recipes.first_step import ADAM_RATE, RATE, assert_moved, data
-from routing import quick_compilation  # noqa: F401
 
 import muon2_optax as m2
 

@@ -1,4 +1,4 @@
-"""What happens to the weights' size: cautious decay, or spheres of constant norm."""
+"""The hyperball: each matrix moves on the sphere of its own Frobenius norm."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,15 +53,15 @@ def hyperball(
     size of u. What it returns is the difference from the old W, for
     ``optax.apply_updates``.
 
-    R is taken from the parameters in ``init`` and kept in the state, unlike in the
-    published codes, which take the norm of W anew in each step: the rounding of 16-bit
-    parameters would add up there. Such parameters are rounded with a dither, a
-    threshold that depends on step and entry alone: a step back to the sphere is smaller
-    than half of their last place, and rounding to the nearest would drop it each time.
-    A norm is one of a single matrix, never of a stack of layers or experts, nor of a
-    whole fused projection. A zero update leaves the matrix as it is. Squares of entries
-    outside of 1e-19 to 1e19 leave the range of float32: smaller updates count as zero,
-    larger ones give NaN.
+    R is set in ``init`` and kept in the state. Published codes measure the norm of W
+    again in each step, so that the rounding errors of 16-bit parameters add up in it.
+    Here such parameters are rounded with a dither, a threshold that depends only on the
+    step and the entry's position: the correction back to the sphere is smaller than
+    half a unit in their last place, and rounding to the nearest would always drop it.
+    Each norm belongs to a single matrix, never to a stack of layers or experts, nor to
+    a whole fused projection. A zero update leaves the matrix as it is. Squares of
+    entries outside of 1e-19 to 1e19 leave the range of float32: smaller updates count
+    as zero, larger ones give NaN.
 
     Args:
       learning_rate: length of the step relative to R, or a schedule of it; of the order
@@ -69,9 +69,9 @@ def hyperball(
       radius: R, a Frobenius norm in units of the parameters. None: the norm that each
         matrix has in ``init``. A number, or a function of (fan_in, fan_out): the norm
         of all matrices, which the first step with a nonzero update gives them.
-        ``"init"``: as None, but sqrt(fan_out) for matrices that are zero,
-        the norm of normal entries of variance 1 / fan_in, with which inputs of RMS 1
-        give outputs of RMS 1. (``optax.inject_hyperparams`` calls functions as
+        ``"init"``: as None, but sqrt(fan_out) for matrices that are zero. A matrix of
+        normal entries with variance 1 / fan_in has this norm, and turns inputs of RMS 1
+        into outputs of RMS 1. (``optax.inject_hyperparams`` calls functions as
         schedules: name the argument in its ``static_args``.)
       rules: which axes form the matrices; None: ``MatrixRules()``.
       shardings: where the parameters live, as in ``newton_schulz_orthogonalize``. With
@@ -86,8 +86,8 @@ def hyperball(
         ``init``, a matrix that is zero and has no ``radius``. Under ``jax.jit`` values
         are not known: there such a matrix gets the radius 0, and its first update other
         than zero is NaN, as with a ``radius`` that turns out not to be positive. On
-        update, no ``params``, or those of other updates; a leaf that is not a matrix
-        under ``rules``.
+        update, no ``params``, or ``params`` with other paths or shapes than the
+        updates; a leaf that is not a matrix under ``rules``.
 
     References:
       Wen et al. 2025, "Fantastic Pretraining Optimizers 2.1: Hyperball Optimization".
@@ -148,82 +148,6 @@ def hyperball(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-class CautiousWeightDecayState(NamedTuple):
-    """count: int32 scalar, for a schedule."""
-
-    count: jax.Array
-
-
-@check_arguments
-def add_cautious_weight_decay(
-    weight_decay: optax.ScalarOrSchedule = 0.0, mask: Any = None
-) -> optax.GradientTransformation:
-    """Weight decay of the entries that the update shrinks as well.
-
-    Stands where ``optax.add_decayed_weights`` stands, before the learning rate: the
-    update u that will be subtracted from the parameter p becomes ``u + weight_decay p``
-    where u and p have the same sign, and stays u elsewhere. For complex entries, the
-    same sign is ``Re(conj(u) p) > 0``, which a common phase does not change.
-
-    Args:
-      weight_decay: rate or schedule.
-      mask: tree of bools, or function from parameters to one, as in
-        ``optax.add_decayed_weights``.
-
-    Returns:
-      The transform. Without a schedule its state is empty.
-
-    Raises:
-      ValueError: on update, no ``params``.
-      TypeError: a mask that is one bool.
-
-    References:
-      Chen et al. 2025, "Cautious Weight Decay", arXiv:2510.12402.
-
-    >>> import jax.numpy as jnp
-    >>> tx = add_cautious_weight_decay(0.5)
-    >>> p, u = jnp.array([2.0, -2.0, 2.0]), jnp.array([1.0, 1.0, 0.0])
-    >>> tx.update(u, tx.init(p), p)[0].tolist()
-    [2.0, 1.0, 0.0]
-    """
-
-    def init_fn(params: optax.Params) -> Any:
-        del params
-        if callable(weight_decay):
-            return CautiousWeightDecayState(jnp.zeros([], jnp.int32))
-        return optax.EmptyState()
-
-    def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
-        if params is None:
-            raise ValueError(
-                "add_cautious_weight_decay needs the parameters: call"
-                " update(updates, state, params)"
-            )
-        rate, new = weight_decay, state
-        if callable(weight_decay):
-            rate = weight_decay(state.count)
-            count = jnp.asarray(optax.safe_increment(state.count))
-            new = CautiousWeightDecayState(count)
-        elif isinstance(weight_decay, (int, float)) and weight_decay == 0:
-            return updates, new
-
-        def leaf(u: Any, p: Any) -> Any:
-            return None if u is None else u + jnp.where(_agree(u, p), rate * p, 0)
-
-        return jax.tree.map(leaf, updates, params, is_leaf=lambda x: x is None), new
-
-    tx = optax.GradientTransformation(init_fn, update_fn)
-    return tx if mask is None else optax.masked(tx, mask)
-
-
-def _agree(u: jax.Array, p: jax.Array) -> jax.Array:
-    """Where subtracting u shrinks p."""
-    if jnp.iscomplexobj(u) or jnp.iscomplexobj(p):
-        return (jnp.conj(u) * p).real > 0
-    # No product: it may be too small for the dtype.
-    return ((u > 0) & (p > 0)) | ((u < 0) & (p < 0))
-
-
 def _norms(p: Any, axes: ResolvedAxes) -> jax.Array:
     """Frobenius norms of a leaf's matrices; zeros where the leaf is a shape only."""
     if isinstance(p, jax.ShapeDtypeStruct):
@@ -233,7 +157,7 @@ def _norms(p: Any, axes: ResolvedAxes) -> jax.Array:
 
 
 def _any_zero(p: Any, norms: jax.Array) -> bool:
-    """Whether a matrix is known to be zero: of the parts that this process holds."""
+    """Whether a matrix is known to be zero, among the shards of this process."""
     if isinstance(p, jax.ShapeDtypeStruct) or isinstance(norms, jax.core.Tracer):
         return False
     return any(bool(np.any(np.asarray(s.data) == 0)) for s in norms.addressable_shards)
@@ -247,7 +171,7 @@ def _check_radius(radius: Radius) -> None:
 
 
 def _check_positive(source: str, radius: Any) -> None:
-    """Refuses what is known not to be a positive number, of NumPy and JAX as well."""
+    """Refuses what is known not to be one positive number; traced values pass."""
     if np.ndim(radius) != 0:
         raise ValueError(f"{source} must be one number, got shape {np.shape(radius)}")
     if not isinstance(radius, jax.core.Tracer) and not 0 < float(radius) < math.inf:
