@@ -130,14 +130,13 @@ class DataConfig(Options):
     val_fraction: float = option(0.05, "part of the text held out", "[0.001, 0.5]")
 
 
-# The optimizer for each architecture. On GPT the recipe for LLaMA has the higher loss,
-# and mixtures of experts are not measured yet; docs/choosing.md has the numbers.
-RECOMMENDED = {"llama": "muon2_f_h", "gpt": "muon_h", "moe": "muon_h"}
-COMPARED = f"adamw,muon,muon2,muon2_f,{RECOMMENDED['llama']}"
+# The optimizer that docs/choosing.md recommends, and what it is compared with.
+RECOMMENDED = "muon2_f_h"
+COMPARED = f"adamw,muon,muon2,muon2_f,{RECOMMENDED}"
 _OPTIMIZER = (
-    "names joined by commas, or 'all' (default: the recommended one, muon2_f_h "
+    "names joined by commas, or 'all' (default: the recommended muon2_f_h; for "
 )
-_OPTIMIZER += "for LLaMA, else muon_h; for a tiny model a comparison of five)"
+_OPTIMIZER += "a tiny model a comparison of five)"
 _SCHEDULE = "after the warm-up: cosine, constant and then linear (wsd), constant"
 
 
@@ -246,8 +245,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.optim.optimizer is None:
-            recommended = RECOMMENDED[self.model.architecture]
-            names = COMPARED if self.model.is_tiny else recommended
+            names = COMPARED if self.model.is_tiny else RECOMMENDED
             optim = dataclasses.replace(self.optim, optimizer=names)
             object.__setattr__(self, "optim", optim)
 

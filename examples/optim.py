@@ -26,8 +26,11 @@ RATES = {"adamw": 0.002}
 # rate and with its other numbers.
 ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
 # Where the trainer differs from the library, whose defaults are what is published: all
-# that have a momentum have Nesterov's, and the recommended recipe the fitted schedule.
-CHOICES: dict[str, dict[str, Any]] = {"muon2_f_h": {"ns_coeffs": "muon2"}}
+# that have a momentum have Nesterov's, and the recommended recipe the fitted schedule
+# with five steps.
+CHOICES: dict[str, dict[str, Any]] = {
+    "muon2_f_h": {"ns_coeffs": "muon2", "ns_steps": 5}
+}
 
 # Options handed on to every optimizer that has a parameter of that name.
 _OVERRIDES = ("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov", "shape_scale")

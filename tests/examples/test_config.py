@@ -146,8 +146,8 @@ def test_the_default_is_the_recommended_recipe_and_a_comparison_of_tiny_models()
 ):
     assert config.parse([]).optim.names() == tuple(config.COMPARED.split(","))
     assert config.parse(["--model", "gpt_tiny"]).optim.names()[-1] == "muon2_f_h"
-    assert config.parse(["--model", "llama_60m"]).optim.names() == ("muon2_f_h",)
-    assert config.parse(["--model", "gpt_small"]).optim.names() == ("muon_h",)
+    for model in ("llama_60m", "gpt_small", "moe_7b"):
+        assert config.parse(["--model", model]).optim.names() == ("muon2_f_h",)
     asked = config.parse(["--model", "llama_60m", "--optimizer", "muon"])
     assert asked.optim.names() == ("muon",)
 

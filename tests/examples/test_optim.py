@@ -64,7 +64,7 @@ def test_momentum_is_equal_and_the_recommended_recipe_has_the_fitted_schedule() 
     coefficients = [found["ns_coeffs"] for found in settings.values()]
     assert coefficients == [None, "keller", "keller", "keller", "muon2"]
     (plan,) = optim.plans(OptimConfig(optimizer="muon2_f_h"), steps=10, tiny=False)
-    assert plan.settings["learning_rate"] == 0.03
+    assert plan.settings["ns_steps"] == 5 and plan.settings["learning_rate"] == 0.03
     assert plan.settings["adam_learning_rate"] == 0.002
     asked = OptimConfig(
         optimizer="muon2_f_h", nesterov=False, ns_coeffs="turbo", ns_steps=4
