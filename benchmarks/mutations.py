@@ -92,12 +92,12 @@ def choose_tests(commit: str) -> Callable[[Row, float], list[str]]:
         """Tests of up to ``limit`` seconds; of all functions one, then another."""
         files = [f for f in data.measured_files() if f.endswith("/" + row["module"])]
         by_line = data.contexts_by_lineno(*files) if files else {}
+        ran = [
+            {c.rpartition("|")[0] for n in lines for c in by_line.get(n, [])} - {""}
+            for lines in ([row["line"]], by_line)
+        ]
         # Lines that run in an import, as tables, count for all of the module.
-        for lines in ([row["line"]], by_line):
-            ran = {c.rpartition("|")[0] for n in lines for c in by_line.get(n, [])}
-            names = sorted(ran - {""}, key=lambda name: seconds.get(name, 1.0))
-            if names:
-                break
+        names = sorted(ran[0] or ran[1] or seconds, key=lambda n: seconds.get(n, 1.0))
         words = re.findall("[a-z0-9]{3,}", row["module"].partition("/")[2][:-3])
         turns, ranked = defaultdict(int), []
         for name in names:
@@ -105,7 +105,9 @@ def choose_tests(commit: str) -> Callable[[Row, float], list[str]]:
             turns[function] += 1
             others = not any(word in function for word in words)
             spent = seconds.get(name, 1.0)
-            ranked.append((others and turns[function] > 1, turns[function], spent, name))
+            ranked.append(
+                (others and turns[function] > 1, turns[function], spent, name)
+            )
         ranked.sort()
         totals = itertools.accumulate(spent for *_, spent, _ in ranked)
         return [name for (*_, name), total in zip(ranked, totals) if total < limit]
@@ -121,6 +123,8 @@ def judge(rows: list[Row], tests: list[str], limit: float) -> Row:
         for row in sorted(rows, key=lambda row: -row["start"]):
             source = (tree / row["module"]).read_bytes()
             end = row["start"] + len(row["before"].encode())
+            if source[row["start"] : end].decode() != row["before"]:
+                raise ValueError(f"{row['module']} has changed: draw new mutations")
             source = source[: row["start"]] + row["after"].encode() + source[end:]
             (tree / row["module"]).write_bytes(source)
         failed, seconds = run(tree, ["-x", *tests], limit)
@@ -145,7 +149,9 @@ def main() -> None:
     commit = subprocess.check_output(short, cwd=ROOT, text=True).strip()
     if args.again:
         rows = [json.loads(line) for line in args.out.read_text().splitlines()]
-        rows = [row for row in rows if row["killed_by"] == "survived"]
+        rows = [
+            row | {"commit": commit} for row in rows if "survived" in row["killed_by"]
+        ]
     else:
         tree = tree_of(commit)
         paths = sorted(tree.glob("muon2_optax/**/*.py"))
