@@ -166,7 +166,7 @@ def test_kernels_are_in_out_unless_their_bias_says_otherwise():
     [
         {"up_proj": (16, 40), "down_proj": (40, 16)},
         {"k_proj": (32, 8), "q_proj": (32, 32)},
-        {"key_proj": (32, 8), "query_proj": (32, 32)},
+        {"key": (32, 8), "query": (32, 32)},
         {"c_fc": (16, 64), "c_proj": (64, 16)},
         {"lm_head": (16, 50), "mix": (16, 24)},
     ],
