@@ -1,4 +1,4 @@
-"""Decides which programs use the kernels for NVIDIA Hopper, in stacks of what size."""
+"""Decides which programs use the kernels for NVIDIA Hopper, and the size of stacks."""
 
 import contextlib
 import contextvars
@@ -101,11 +101,11 @@ def stack_size(
 def _fit_stack(count: int, m: int, n: int, room: int) -> newton_schulz.StackSize:
     """The size of stacks for ``count`` matrices (m, n).
 
-    Each matrix takes its panels and four (m, m) matrices beside them, Gram matrices and
-    products. There is ``room`` for so many (m, m) in all; one matrix always fits. Where
-    it costs little, a stack has as many Gram matrices as panels, and the same number
-    for all n, so that matrices of all widths share their kernels. Otherwise as many
-    matrices as fit run at once.
+    Each matrix takes its panels and, beside them, four (m, m) matrices for the Gram
+    matrix and products of it. ``room`` is how many (m, m) matrices fit in all; one
+    matrix always runs. Where it costs little, a stack has as many Gram matrices as
+    panels, and the same number for all n, so that matrices of all widths share their
+    kernels. Otherwise as many matrices as fit run at once.
     """
     each = symmetric.panels(m, n)
     few = 2 ** (count - 1).bit_length()
