@@ -38,8 +38,8 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     result neither overflow nor, where it matters, underflow.
 
     Returns:
-      The normalized matrices in float32 or better, and ``floor``, (..., 1, 1). Under AOL
-      and Schatten ``iterate`` scales them once more, by sums or a norm of the Gram
+      The normalized matrices in float32 or better, and ``floor``, (..., 1, 1). Under
+      AOL and Schatten ``iterate`` scales them once more, by sums or a norm of the Gram
       matrix, which it computes anyway. Their eps bounds these from below; ``floor`` is
       that bound for the normalized matrices, and zero under other normalizations.
     """
