@@ -13,7 +13,7 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.kernels import hopper
 from muon2_optax.sharding import Axes, Location
 
-# Rows are averaged in groups of so many, and then the averages of the groups. Two stages
+# Rows are averaged in groups of so many, and then the averages of groups. Two stages
 # give a GPU enough to do at once; in a single one XLA would store all squares.
 GROUP = 16
 
