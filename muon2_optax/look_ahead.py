@@ -17,7 +17,7 @@ class EmaNesterovState(NamedTuple):
 
     Attributes:
       count: int32 scalar.
-      beta: float32 scalar, how many mean steps the parameters are ahead of x now.
+      beta: float32 scalar, how many mean steps the parameters lead the iterates x.
       step: moving average of the steps, shaped like the parameters, float32 or better.
       base_state: that of the wrapped transform.
     """

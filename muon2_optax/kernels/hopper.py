@@ -80,8 +80,8 @@ def stack_size(
 
     The kernel pays where its tiles fill the multiprocessors: where m is a multiple of
     128 and at least 768 (smaller ones were not measured), and where there are tiles for
-    nearly all thread blocks. Other shapes, dtypes and normalizations run on stock XLA,
-    and so do traced coefficients.
+    most clusters of thread blocks. Other shapes, dtypes and normalizations run on stock
+    XLA, and so do traced coefficients.
     """
     m, n = shape
     if jnp.dtype(dtype).itemsize != 2 or m % 128 or m < 768:
@@ -148,8 +148,9 @@ def cost(members: int, m: int) -> float:
 def takes_sums(shape: tuple[int, ...], dtype: jnp.dtype, axes: ResolvedAxes) -> bool:
     """Whether the kernel gives the sums of squares of a leaf along both axes.
 
-    The matrices must be in the last two axes, real, and in one block, and their rows
-    must be such that the kernel can copy them.
+    The matrices must be in the last two axes, real, in one block and not too small. For
+    the kernel's copies, the number of rows must be a multiple of 8, and the bytes of a
+    row one of 128.
 
     Args:
       shape: of each device's part of the leaf.

@@ -24,7 +24,7 @@ from muon2_optax.schedules.plans import Plan
 # The kernel reads its operands in this many columns at a time.
 COLUMNS = 64
 # Gram matrices are stored multiplied by this. Most of their entries are small, and
-# float16 numbers below 6e-5 are subnormal, with fewer bits. With 512 nothing overflows
+# float16 numbers below 6e-5 are subnormal, with fewer bits. Times 512 they still fit
 # while the singular values of X are below 11, since float16 ends at 65504.
 GRAIN = 512.0
 # The tiles for sides that the larger tiles do not divide, or that hold too few of them.
