@@ -5,6 +5,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
+from examples.config import ModelConfig
+
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "f64": 8}
 
@@ -113,3 +117,35 @@ def _repetitions(bodies: dict[str, list[str]]) -> dict[str, int]:
         return times[name]
 
     return {name: count(name) for name in bodies}
+
+
+def model_flops(config: ModelConfig, params: Any) -> float:
+    """Operations of a training step for one token, from the shapes of the parameters.
+
+    They are the products of the forward pass and twice that for the backward pass; of
+    attention the half that a causal mask leaves. Recomputation, lookups and elementwise
+    work are left out.
+    """
+    multiplied = 0.0
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        tied_head = name == "embed/embedding" and "lm_head" not in params
+        if "/experts/" in name:
+            multiplied += leaf.size * config.active_experts / config.experts
+        elif tied_head or name.endswith("/kernel"):
+            multiplied += leaf.size
+    attention = config.layers * 2 * config.seq_len * config.dim
+    return 3.0 * (2 * multiplied + attention)
+
+
+# Dense bfloat16 FLOP/s of one device, by a part of its `device_kind`, from the vendors'
+# data sheets: NVIDIA H100 SXM, H200 and A100, Google Cloud TPU v4 to v6e.
+_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "TPU v4": 275e12}
+_PEAKS |= {"TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6": 918e12}
+
+
+def peak_flops(devices: int) -> float | None:
+    """FLOP/s that so many devices together could reach; None if unknown."""
+    kind = jax.devices()[0].device_kind
+    peak = next((peak for name, peak in _PEAKS.items() if name in kind), None)
+    return None if peak is None else peak * devices

@@ -218,8 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate a run; returns the exit code."""
 
     def run() -> None:
-        about = "Zero-shot evaluation of a training run."
-        _evaluate(options.parse_one(EvaluateConfig, argv, about, "benchmarks"))
+        words = "benchmarks.evaluate", "Zero-shot evaluation of a training run."
+        given = options.parse({"evaluate": EvaluateConfig}, argv, *words)
+        _evaluate(given["evaluate"])
 
     return options.run_command("evaluate", run)
 

@@ -13,7 +13,7 @@ from benchmarks import cost
 from examples import optim, step
 from examples.config import Config
 from examples.mesh import batch_sharding
-from examples.models import make_model, matrix_rules, sizes
+from examples.models import make_model, matrix_rules
 from examples.options import UserError
 
 KINDS = ("parameters", "momentum", "second moment", "AdamW states", "other states")
@@ -116,7 +116,7 @@ def measure(
         "gradient_bytes": sum(map(_bytes, jax.tree.leaves(abstract.params))),
         "temporary_bytes": memory.temp_size_in_bytes,
         "total_bytes": kept + new + memory.temp_size_in_bytes,
-        "model_flops": sizes(model, abstract.params).flops_per_token * tokens,
+        "model_flops": cost.model_flops(model, abstract.params) * tokens,
         "product_flops": cost.product_flops(traced.jaxpr.jaxpr),
         "collectives": cost.collectives(compiled.as_text() or ""),
     }

@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = options.parse(
             sections,
             argv,
-            prog="python -m benchmarks.plan",
+            module="benchmarks.plan",
             description="Memory, operations and traffic of a step, by compiling it.",
             defaults={"optimizer": "muon2"},
         )

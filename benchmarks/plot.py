@@ -12,10 +12,37 @@ from pathlib import Path
 from typing import Any
 
 from examples import options
-from examples.options import UserError
-from examples.plot import plot_runs, pyplot, save
+from examples.options import UserError, check
+from examples.plot import NATS, Curves, curves, draw, pyplot, save
+from examples.runs import METRICS_FILE
 
 SWEEP_FILE = "sweep.json"
+
+
+def collect(folders: Sequence[Path]) -> Curves:
+    """The curves of every run below the folders, by the run's name and optimizer."""
+    found: Curves = {}
+    for folder in folders:
+        paths = sorted(folder.rglob(METRICS_FILE))
+        check(bool(paths), f"{folder}: no {METRICS_FILE} in it")
+        for path in paths:
+            parts = [folder.name] if len(folders) > 1 else []
+            label = "/".join([*parts, *path.parent.relative_to(folder).parts])
+            mine = curves(path).items()
+            found |= {f"{label} {name}".strip(): kinds for name, kinds in mine}
+    return found
+
+
+def plot_runs(folders: Sequence[Path], target: Path) -> Path:
+    """Write a figure of the runs below the folders to `target`.
+
+    Validation losses are in bits per byte where runs differ in their tokens.
+    """
+    found = collect(folders)
+    last = [r for kinds in found.values() for r in kinds["eval"][-1:]]
+    ratios = {round(r.get("bits_per_byte", 0) / r["loss"], 3) for r in last}
+    same = len(ratios) == 1
+    return draw(found, target, NATS if same else ("bits_per_byte", "bits per byte"))
 
 
 def plot_sweep(summary: dict[str, Any], target: Path) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import plot
 from examples import config as configs
 from examples import options, runs
-from examples.files import read_metrics, write_json
+from examples.files import write_json
 from examples.options import Interrupted, check
 
 Setting = dict[str, str]
@@ -70,18 +70,12 @@ def _run(folder: Path, argv: Sequence[str]) -> int:
     return pretrain.main([*argv, "--out", str(folder), "--resume", "auto"])
 
 
-def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    path = folder / runs.METRICS_FILE
-    records = read_metrics(path) if path.exists() else []
-    return [record for record in records if record["kind"] == kind]
-
-
 def _is_done(folder: Path, names: set[str], steps: int) -> bool:
     """Whether the run has diverged, or all its results for as many steps."""
-    stopped = _records(folder, "stopped")
+    stopped = runs.records(folder, "stopped")
     if stopped and "--learning-rate" in stopped[-1]["reason"]:
         return True
-    found = [r for r in _records(folder, "result") if r["steps"] >= steps]
+    found = [r for r in runs.records(folder, "result") if r["steps"] >= steps]
     return names <= {record["optimizer"] for record in found}
 
 
@@ -103,7 +97,7 @@ def summarize(grid: Mapping[str, Sequence[str]], out: Path) -> dict[str, Any]:
         others = {k: v for k, v in setting.items() if k not in (row_key, *fixed)}
         suffix = "".join(f" {k}={v}" for k, v in others.items())
         missing = {"optimizer": setting.get("optimizer", "all"), "val_loss": None}
-        for result in _records(out / folder_name(setting), "result") or [missing]:
+        for result in runs.records(out / folder_name(setting), "result") or [missing]:
             name = result["optimizer"]
             alone = row_key == "optimizer"
             row = name if alone else _number(setting[row_key])

@@ -19,10 +19,11 @@ import optax
 
 import muon2_optax as m2
 from benchmarks import record, timing
+from benchmarks.cost import model_flops, peak_flops
 from examples import optim, step
 from examples.config import VOCAB_SIZES, Config, ModelConfig, OptimConfig, RunConfig
-from examples.mesh import batch_sharding, make_mesh, peak_flops
-from examples.models import make_model, matrix_rules, sizes
+from examples.mesh import batch_sharding, make_mesh
+from examples.models import make_model, matrix_rules
 
 NONE = "none"
 
@@ -35,7 +36,7 @@ class Contender:
         vocab_size = VOCAB_SIZES[config.model.architecture]
         graphdef, init = make_model(config.model, vocab_size)
         params = step.abstract_params(init, mesh)
-        self.flops = sizes(config.model, params).flops_per_token
+        self.flops = model_flops(config.model, params)
         if name == NONE:
             transform: Any = optax.set_to_zero()
         else:

@@ -11,7 +11,7 @@ import math
 import os
 import textwrap
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from orbax.checkpoint import v1 as ocp
 
 from examples import optim, runs
 from examples.config import Config
-from examples.files import WriteFailed, read_metrics
+from examples.files import WriteFailed
 from examples.mesh import make_mesh
 from examples.models import make_model
-from examples.options import UserError, check
+from examples.options import Failed, UserError, check
 from examples.step import TrainState, abstract_params
 from muon2_optax.state_sharding import abstract_state
 
@@ -39,10 +39,8 @@ _PARTS = ("params", "opt_state")
 _COUNTERS = ("step", "skipped", "skipped_in_a_row")
 
 
-class CheckpointFailed(UserError):
+class CheckpointFailed(Failed):
     """A checkpoint could not be written."""
-
-    code = 1
 
 
 @jax.jit
@@ -50,11 +48,7 @@ def digest(tree: Any) -> jax.Array:
     """A 32-bit sum over all numbers of a tree, the same however they are divided."""
     total = jnp.zeros((), jnp.uint32)
     for place, leaf in enumerate(jax.tree.leaves(tree)):
-        width = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-        if leaf.dtype == jnp.bool:
-            words = leaf.astype(jnp.uint32)
-        else:
-            words = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
+        words = leaf.view(f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
         total += jnp.uint32(2 * place + 1) * words.sum(dtype=jnp.uint32)
     return total
 
@@ -77,7 +71,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Without what libraries write to stderr about files that they cannot read."""
     kept = os.dup(2)
     try:
@@ -115,12 +109,12 @@ def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
 
 def best_step(
     run_folder: Path, optimizer: str, known: Collection[int]
-) -> tuple[float, int | None]:
-    """The lowest validation loss of the known steps, and its step."""
-    path, losses = run_folder / runs.METRICS_FILE, [(math.inf, None)]
-    for record in read_metrics(path) if path.exists() else []:
-        mine = record["kind"] == "eval" and record["optimizer"] == optimizer
-        if mine and record["step"] in known and record["loss"] is not None:
+) -> tuple[float, int]:
+    """The lowest validation loss of the known steps, and its step; else 0."""
+    losses = [(math.inf, 0)]
+    for record in runs.records(run_folder, "eval"):
+        mine = record["optimizer"] == optimizer and record["step"] in known
+        if mine and record["loss"] is not None:
             losses.append((record["loss"], record["step"]))
     return min(losses, key=lambda pair: pair[0])
 
@@ -134,15 +128,12 @@ class Store:
     def __init__(self, folder: Path, keep: int):
         self._folder = folder.resolve()
         self._pending: tuple[int, Any] | None = None
-        self.best_step: int | None = None  # stays, however many newer ones there are
+        self.best_step = 0  # stays, however many newer ones there are
         kinds: Any = ocp.training.preservation_policies
-        policies = kinds.AnyPreservationPolicy([kinds.LatestN(keep), self])
+        policy = kinds.AnyPreservationPolicy([kinds.LatestN(keep), self])
+        options = {"preservation_policy": policy, "cleanup_tmp_directories": True}
         try:
-            self._manager = ocp.training.Checkpointer(
-                str(self._folder),
-                preservation_policy=policies,
-                cleanup_tmp_directories=True,
-            )
+            self._manager = ocp.training.Checkpointer(str(self._folder), **options)
         except OSError as error:
             raise WriteFailed(self._folder, error) from None
 
@@ -155,16 +146,17 @@ class Store:
         return [checkpoint.step for checkpoint in self._manager.checkpoints]
 
     @contextlib.contextmanager
-    def _failing(self, step: int) -> Iterator[None]:
+    def _failing(self, step: int) -> Generator[None]:
         """What Orbax raises, of many kinds, becomes `CheckpointFailed`."""
         try:
             yield
         except Exception as error:
             kept = [known for known in self.steps() if known != step]
             after = f"the one of step {kept[-1]} is kept" if kept else "there is none"
+            said = f"checkpoint of step {step} in {self._folder} could not be written"
             raise CheckpointFailed(
-                f"checkpoint of step {step} in {self._folder} could not be written: "
-                f"{_reason(error)}; {after}; --resume goes on once that is put right"
+                f"{said}: {_reason(error)}; {after}; --resume goes on once that is "
+                "put right"
             ) from None
 
     def save(self, state: TrainState) -> None:
@@ -178,8 +170,10 @@ class Store:
         counters |= {f"{name}_digest": digest(part) for name, part in parts.items()}
         content = parts | {"counters": counters}
         with self._failing(step):
-            begin = self._manager.save_checkpointables_async
-            self._pending = step, begin(step, content, force=True)
+            written = self._manager.save_checkpointables_async(
+                step, content, force=True
+            )
+        self._pending = step, written
 
     def wait(self) -> None:
         """Return when the checkpoint under way is on disk."""
@@ -204,20 +198,20 @@ class Store:
         None if there is no checkpoint. Unreadable ones, if an older one can be read,
         are moved to a folder `damaged` beside this one.
         """
-        bad: list[tuple[int, str]] = []
+        bad: dict[int, str] = {}
         parts = {name: getattr(abstract, name) for name in _PARTS}
         for step in reversed(self.steps()):
             try:
                 found = _read(self._manager, step, parts)
             except Exception as error:  # whatever is damaged raises its own kind
-                bad.append((step, _reason(error)))
+                bad[step] = _reason(error)
                 continue
-            self._set_aside([number for number, _ in bad])
+            self._set_aside([*bad])
             counts = (found["counters"][name].astype(jnp.int32) for name in _COUNTERS)
             state = TrainState(found["params"], found["opt_state"], *counts)
-            return state, [f"checkpoint of step {n} skipped: {why}" for n, why in bad]
-        if bad:
-            step, why = bad[0]
+            notes = (f"checkpoint of step {n} skipped: {why}" for n, why in bad.items())
+            return state, [*notes]
+        for step, why in bad.items():  # the newest
             raise UserError(
                 f"{self._folder}: none of {len(bad)} checkpoints is readable "
                 f"(step {step}: {why}); put back a copy of one, or move that folder "
@@ -226,17 +220,15 @@ class Store:
         return None, []
 
     def _set_aside(self, steps: list[int]) -> None:
-        if steps and jax.process_index() == 0:
-            place = self._folder.parent.parent / "damaged"
-            try:
+        place = self._folder.parent.parent / "damaged"
+        try:
+            for step in steps if jax.process_index() == 0 else []:
                 place.mkdir(exist_ok=True)
-                for step in steps:
-                    name, number = f"{self._folder.name}-{step}", 1
-                    while (target := place / f"{name}-{number}").exists():
-                        number += 1
-                    (self._folder / str(step)).rename(target)
-            except OSError as error:
-                raise WriteFailed(place, error) from None
+                before = len([*place.glob(f"{self._folder.name}-{step}-*")])
+                target = place / f"{self._folder.name}-{step}-{before + 1}"
+                (self._folder / str(step)).rename(target)
+        except OSError as error:
+            raise WriteFailed(place, error) from None
         if steps:
             self._manager.reload()
 
@@ -249,17 +241,14 @@ def load_params(
     mesh: Mesh | None = None,
     transform: Any = None,
 ) -> tuple[Any, Config, Any]:
-    """The parameters of a run, and the options that made them.
+    """The parameters of a run, the options that made them, the optimizer's state.
 
     Args:
       run_folder: what `--out` named.
       optimizer: which of the run's optimizers; None: its only one.
       step: a number, None (the newest), or "best": of the lowest validation loss.
       mesh: where they go; None: one device.
-      transform: the optimizer, to load its state as well.
-
-    Returns:
-      The parameters, the configuration, and the optimizer's state or None.
+      transform: the optimizer, to load its state as well; else that is None.
 
     Raises:
       UserError: there is no such checkpoint, it cannot be read, its numbers are not
@@ -283,7 +272,7 @@ def load_params(
         known = [checkpoint.step for checkpoint in manager.checkpoints]
         if step == "best":
             _, step = best_step(folder, str(optimizer), known)
-            check(bool(step), f"{place}: no checkpoint with a validation loss")
+            check(step > 0, f"{place}: no checkpoint with a validation loss")
         chosen = max(known, default=0) if step is None else int(step)
         there = f"(there: {', '.join(map(str, known)) or 'none'})"
         check(chosen in known, f"{place}: no checkpoint of step {chosen} {there}")

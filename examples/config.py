@@ -130,14 +130,13 @@ class DataConfig(Options):
     val_fraction: float = option(0.05, "part of the text held out", "[0.001, 0.5]")
 
 
-# The optimizer for each architecture. On GPT the recipe for LLaMA has the higher loss,
-# and mixtures of experts are not measured yet; docs/choosing.md has the numbers.
-RECOMMENDED = {"llama": "muon2_f_h", "gpt": "muon_h", "moe": "muon_h"}
-COMPARED = f"adamw,muon,muon2,muon2_f,{RECOMMENDED['llama']}"
+# The optimizer that docs/choosing.md recommends, and what it is compared with.
+RECOMMENDED = "muon2_f_h"
+COMPARED = f"adamw,muon,muon2,muon2_f,{RECOMMENDED}"
 _OPTIMIZER = (
-    "names joined by commas, or 'all' (default: the recommended one, muon2_f_h "
+    "names joined by commas, or 'all' (default: the recommended muon2_f_h; for "
 )
-_OPTIMIZER += "for LLaMA, else muon_h; for a tiny model a comparison of five)"
+_OPTIMIZER += "a tiny model a comparison of five)"
 _SCHEDULE = "after the warm-up: cosine, constant and then linear (wsd), constant"
 
 
@@ -179,7 +178,6 @@ class RunConfig(Options):
     accumulate: int = option(1, "micro-batches that a step is cut into", "[1, ]")
     mesh: str = option("", "as in fsdp=8,expert=2,tensor=-1 (default: data=-1)")
     distributed: bool = option(False, "one process of several: join the others first")
-    z_loss: float = option(0.0, "weight of the z-loss of the logits", "[0, ]")
     loss_chunks: int = option(0, "parts of the logits (0: as memory asks)", "[0, ]")
     max_bad_steps: int = option(10, "stop at so many bad steps in a row", "[1, ]")
     eval_every: int = option(40, "steps between validations", "[1, ]")
@@ -247,16 +245,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.optim.optimizer is None:
-            recommended = RECOMMENDED[self.model.architecture]
-            names = COMPARED if self.model.is_tiny else recommended
+            names = COMPARED if self.model.is_tiny else RECOMMENDED
             optim = dataclasses.replace(self.optim, optimizer=names)
             object.__setattr__(self, "optim", optim)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Mapping[str, Any]]) -> "Config":
-        """From what `dataclasses.asdict` gives; new options get their defaults."""
-        values = {key: x for part in content.values() for key, x in part.items()}
-        return cls(**options.build(SECTIONS, values))
 
     def flat(self) -> dict[str, Any]:
         """Every option by its field name, which no two sections share."""
@@ -267,13 +258,13 @@ class Config:
 SECTIONS: dict[str, type[Options]] = {"model": ModelConfig, "data": DataConfig}
 SECTIONS |= {"optim": OptimConfig, "run": RunConfig, "save": SaveConfig}
 
-_BPE = lambda given: given["tokenizer"] == "bpe", "with --tokenizer bpe"
+BPE = lambda given: given["tokenizer"] == "bpe", "with --tokenizer bpe"
 _FALLS = lambda given: given["schedule"] != "constant", "in a schedule that falls"
 _MOE = lambda given: given["model"].startswith("moe"), "in a mixture of experts"
 _TURNS = lambda given: not given["model"].startswith("gpt"), "on angles, not in a GPT"
 _WSD = lambda given: given["schedule"] == "wsd", "with --schedule wsd"
 CONDITIONS: options.Conditions = {
-    "vocab_size": _BPE,
+    "vocab_size": BPE,
     "final_lr_fraction": _FALLS,
     "decay_fraction": _WSD,
     "capacity_factor": _MOE,
@@ -287,6 +278,5 @@ def parse(
     argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Config:
     """Read the command line; `UserError`, of one line, for a bad option."""
-    prog = "python -m examples.pretrain"
-    about = "Train a language model on real text and compare optimizers."
-    return Config(**options.parse(SECTIONS, argv, prog, about, defaults, CONDITIONS))
+    words = "examples.pretrain", "Train a language model on text, compare optimizers."
+    return Config(**options.parse(SECTIONS, argv, *words, defaults, CONDITIONS))

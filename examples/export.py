@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples import options
 from examples.checkpoint import load_params
 from examples.config import ModelConfig, TrainedConfig
 from examples.files import write_atomically
-from examples.options import UserError, check, option
+from examples.options import UserError, check, option, parse, run_command
 
 # Their names to ours, where # is the number of a block. torch's Linear is (out, in), so
 # that kernels of a LLaMA are transposed; GPT-2's Conv1D is (in, out) as ours is, and
@@ -67,31 +66,25 @@ _DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.fl
 _COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-def layout(config: ModelConfig) -> dict[str, list[str]]:
-    """Names of tensors to the paths of our parameters that lie in each."""
+def layout(config: ModelConfig) -> dict[str, list[tuple[str, Any]]]:
+    """Names of tensors to the paths of our parameters that lie in each, with the number
+    of the layer where layers are scanned.
+    """
     said = f"{config.model}: only the layouts of LLaMA and GPT-2 are known"
     check(config.architecture in ("llama", "gpt"), said)
     found = {}
     for theirs, ours in (_LLAMA if config.architecture == "llama" else _GPT).items():
         parts = _SIDE_BY_SIDE.split("+") if _SIDE_BY_SIDE in ours else [_SIDE_BY_SIDE]
-        paths = [ours.replace(_SIDE_BY_SIDE, part) for part in parts]
-        for number in map(str, range(config.layers if "#" in theirs else 1)):
-            mine = [path.replace("#", number) for path in paths]
-            found[theirs.replace("#", number)] = mine
+        for number in range(config.layers if "#" in theirs else 1):
+            path = ours.replace("#/", "" if config.scan_layers else f"{number}/")
+            layer = number if config.scan_layers and "#" in ours else ...
+            places = [(path.replace(_SIDE_BY_SIDE, part), layer) for part in parts]
+            found[theirs.replace("#", str(number))] = places
     return found
 
 
 def _is_turned(config: ModelConfig, path: str) -> bool:
     return config.architecture == "llama" and path.endswith("/kernel")
-
-
-def _one_by_one(config: ModelConfig, params: Any) -> Any:
-    """The parameters with a list of blocks, also where layers are scanned."""
-    if not config.scan_layers:
-        return params
-    numbers = range(config.layers)
-    blocks = [jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in numbers]
-    return params | {"blocks": blocks}
 
 
 def _by_path(params: Any) -> dict[str, Any]:
@@ -101,11 +94,10 @@ def _by_path(params: Any) -> dict[str, Any]:
 
 def to_tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
     """Parameters by the names of their layout."""
-    params = _one_by_one(config, jax.tree.map(np.asarray, params))
-    ours, tensors = _by_path(params), {}
-    for name, paths in layout(config).items():
-        whole = np.concatenate([ours[path] for path in paths], axis=-1)
-        tensors[name] = whole.T if _is_turned(config, paths[0]) else whole
+    ours, tensors = _by_path(jax.tree.map(np.asarray, params)), {}
+    for name, places in layout(config).items():
+        whole = np.concatenate([ours[path][layer] for path, layer in places], axis=-1)
+        tensors[name] = whole.T if _is_turned(config, places[0][0]) else whole
     return tensors
 
 
@@ -121,40 +113,31 @@ def from_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], like: Any)
     check(not twice, f"tensor {'; '.join(twice[:1])} is there under two names")
     if config.architecture == "gpt" and "lm_head.weight" in rest:
         tied = np.array_equal(rest.pop("lm_head.weight"), rest.get("wte.weight", ()))
-        check(
-            tied, "tensor lm_head.weight differs from wte.weight, to which it is tied"
-        )
-    shapes = jax.eval_shape(lambda x: _one_by_one(config, x), like)
-    ours = _by_path(shapes)
-    for name, paths in layout(config).items():
+        said = "tensor lm_head.weight differs from wte.weight, to which it is tied"
+        check(tied, said)
+    made = {path: np.empty(x.shape, np.float32) for path, x in _by_path(like).items()}
+    for name, places in layout(config).items():
         tensor = rest.pop(name.removeprefix("transformer."), None)
         if tensor is None:
             raise UserError(f"tensor {name} is missing")
-        wanted = jax.eval_shape(
-            lambda *x: jnp.concatenate(x, -1), *map(ours.get, paths)
-        )
-        turned = _is_turned(config, paths[0])
-        shape = wanted.shape[::-1] if turned else wanted.shape
+        ours = [made[path][layer] for path, layer in places]  # to be filled
+        shape = *ours[0].shape[:-1], sum(part.shape[-1] for part in ours)
+        turned = _is_turned(config, places[0][0])
+        shape = shape[::-1] if turned else shape
         said = f"has the shape {tensor.shape}, this model needs {shape}"
         check(tensor.shape == shape, f"tensor {name} {said}")
         whole = np.asarray(tensor.T if turned else tensor, np.float32)
         check(bool(np.isfinite(whole).all()), f"tensor {name} is not finite")
-        ours |= zip(paths, np.split(whole, len(paths), axis=-1))
+        for mine, part in zip(ours, np.split(whole, len(ours), axis=-1)):
+            mine[...] = part
     known = [name for name in rest if not name.endswith(_COMPUTED)]
     check(not known, f"tensor {'; '.join(known[:1])} has no place in {config.model}")
-    params = jax.tree.structure(shapes).unflatten(ours.values())
-    if config.scan_layers:
-        blocks = jax.tree.map(lambda *parts: np.stack(parts), *params["blocks"])
-        params |= {"blocks": blocks}
 
     def place(x: np.ndarray, like: Any) -> jax.Array:
         return jax.make_array_from_callback(x.shape, like.sharding, lambda i: x[i])
 
+    params = jax.tree.structure(like).unflatten(made.values())
     return jax.tree.map(place, params, like)
-
-
-def _crc(numbers: np.ndarray) -> str:
-    return f"{zlib.crc32(numbers.tobytes()):08x}"
 
 
 def write(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
@@ -162,24 +145,15 @@ def write(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     pieces, end = [], 0
     for name, tensor in tensors.items():
-        pieces.append(np.ascontiguousarray(tensor.astype(_DTYPES[dtype])))
+        numbers = np.ascontiguousarray(tensor.astype(_DTYPES[dtype]))
+        pieces.append(numbers.view(np.uint8))
         begin, end = end, end + pieces[-1].nbytes
         offsets = {"data_offsets": [begin, end]}
         header[name] = {"dtype": dtype, "shape": [*tensor.shape], **offsets}
-        header["__metadata__"][f"crc32 {name}"] = _crc(pieces[-1])
+        header["__metadata__"][f"crc32 {name}"] = f"{zlib.crc32(pieces[-1]):08x}"
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at a multiple of eight bytes
-    raw = (piece.view(np.uint8) for piece in pieces)
-    write_atomically(path, [len(text).to_bytes(8, "little"), text, *raw])
-
-
-def _tensor(data: np.ndarray, entry: dict[str, Any], crc: str | None) -> np.ndarray:
-    """One tensor of a file; `ValueError` and others if it is damaged."""
-    begin, end = entry["data_offsets"]
-    raw = data[begin:end]
-    if not 0 <= begin <= end <= len(data) or crc not in (None, _crc(raw)):
-        raise ValueError("its numbers are not those that were written")
-    return np.frombuffer(raw, _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    write_atomically(path, [len(text).to_bytes(8, "little"), text, *pieces])
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -199,7 +173,12 @@ def read(path: Path) -> dict[str, np.ndarray]:
     tensors, data = {}, raw[size:]
     for name, entry in header.items():
         try:
-            tensors[name] = _tensor(data, entry, crcs[name])
+            begin, end = entry["data_offsets"]
+            numbers, inside = data[begin:end].tobytes(), 0 <= begin <= end <= len(data)
+            if not inside or crcs[name] not in (None, f"{zlib.crc32(numbers):08x}"):
+                raise ValueError("its numbers are not those that were written")
+            flat = np.frombuffer(numbers, _DTYPES[entry["dtype"]])
+            tensors[name] = flat.reshape(entry["shape"])
         except damage as error:
             said = f"tensor {name} is cut short, damaged or of an unknown dtype"
             raise UserError(f"{path}: {said} ({error})") from None
@@ -231,14 +210,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
 
     def run() -> None:
-        about = "Write the parameters of a run as a safetensors file."
-        given: ExportConfig = options.parse_one(ExportConfig, argv, about)
+        words = "examples.export", "Write the parameters of a run as safetensors."
+        given = parse({"export": ExportConfig}, argv, *words)["export"]
         params, config, _ = load_params(given.run, given.optimizer, given.step)
         tensors = to_tensors(config.model, params)
         write(Path(given.out), tensors, given.dtype)
         print(f"{given.out}: {len(tensors)} tensors")
 
-    return options.run_command("export", run)
+    return run_command("export", run)
 
 
 if __name__ == "__main__":

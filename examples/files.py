@@ -1,7 +1,6 @@
 """Files that survive a kill and a full disk: whole or not at all, line by line."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -10,22 +9,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from examples.options import UserError, check
+from examples.options import Failed, UserError, check
 
 Record = dict[str, Any]
-_CURVE = ("optimizer", "step", "tokens", "seconds", "loss")
 # What the trainer and the plots read out of a record, by its kind.
-_NEEDED = {"train": _CURVE, "eval": _CURVE, "skipped": ("optimizer", "step")}
-_NEEDED |= {"resumed": ("optimizer", "step"), "result": ("optimizer", "steps")}
-_TYPES: dict[str, tuple[type, ...]] = dict.fromkeys(("step", "steps"), (int,))
-_TYPES |= dict.fromkeys(("tokens", "seconds"), (int, float))
-_TYPES |= {"optimizer": (str,), "loss": (int, float, type(None))}
+_STEP: dict[str, Any] = {"optimizer": str, "step": int}
+_CURVE = _STEP | {"tokens": int | float, "seconds": int | float}
+_CURVE |= {"loss": int | float | None}
+_NEEDED = {"train": _CURVE, "eval": _CURVE, "skipped": _STEP, "resumed": _STEP}
+_NEEDED |= {"result": {"optimizer": str, "steps": int}}
 
 
-class WriteFailed(UserError):
+class WriteFailed(Failed):
     """A file could not be written, the disk being full, say."""
-
-    code = 1
 
     def __init__(self, path: Path, error: OSError):
         super().__init__(f"{path} could not be written: {error.strerror or error}")
@@ -96,11 +92,9 @@ def read_metrics(path: Path) -> list[Record]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line.decode())
-            for key in _NEEDED.get(record["kind"], ()):
-                if key not in record:
-                    raise ValueError(f"no {key!r} in it")
-                if type(record[key]) not in _TYPES[key]:
-                    raise ValueError(f"{key!r} is {record[key]!r}")
+            for key, kind in _NEEDED.get(record["kind"], {}).items():
+                if key not in record or not isinstance(record[key], kind):
+                    raise ValueError(f"{key!r} is {record.get(key)!r}")
         except (ValueError, TypeError, KeyError) as error:
             said = f"{path}: line {number} is damaged ({error}); put back a copy"
             raise UserError(f"{said} of the file, or remove the line") from None
@@ -111,11 +105,9 @@ def read_metrics(path: Path) -> list[Record]:
 class RecordFile:
     """Appends records, each at once and whole, so that a kill cannot take it back."""
 
-    def __init__(self, path: Path, *, new: bool = False):
+    def __init__(self, path: Path):
         self._path = path
         try:
-            if new and path.exists() and path.stat().st_size:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             self._file = path.open("ab", buffering=0)
             # A last line that a kill cut off goes: the next would be joined to it.
             self._file.truncate(path.read_bytes().rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""The parameters with which a run begins if --init-from names some."""
+"""The state with which training begins: new, or with the parameters of --init-from."""
 
 import hashlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from examples import checkpoint, export, optim, runs
+from examples import checkpoint, export, optim, runs, step
 from examples.data import tokens as tok
 from examples.options import check, flag
 from examples.setup import Setup
@@ -15,36 +15,43 @@ from examples.setup import Setup
 _UNSEEN = ("heads", "rope_theta", "active_experts")
 
 
-def _check_same(source: str, setup: Setup) -> None:
-    """Refuses a run whose parameters would mean something else in this model."""
-    stored = runs.stored_settings(Path(source)).get("tokenizer")
-    tokenizers = (
-        tok.load_tokenizer(Path(source, tok.FILE), stored),
-        setup.data.tokenizer,
-    )
-    texts = [hashlib.sha256(t.content()).hexdigest()[:12] for t in tokenizers]
-    pairs = {"the tokenizer's hash": texts}
-    models = runs.stored_config(Path(source)).model, setup.config.model
-    pairs |= {flag(key): [getattr(m, key) for m in models] for key in _UNSEEN}
-    for name, (theirs, ours) in pairs.items():
-        said = f"{name} is {theirs} there, {ours} here; give what that run had"
-        check(theirs == ours, f"--init-from {source}: {said}")
+def first_state(
+    setup: Setup, plan: optim.Plan, abstract: step.TrainState
+) -> step.TrainState:
+    """The state before the first step."""
+    if setup.config.run.init_from is None:
+        key = jax.random.key(setup.config.run.seed)
+        return step.initial_state(setup.init, plan.transform, abstract, key)
+    params, old = load(setup, plan)
+    state = step.initial_state(lambda p: p, plan.transform, abstract, params)
+    if old is None:
+        return state
+    return state._replace(opt_state=optim.at_schedule_start(old))
 
 
 def load(setup: Setup, plan: optim.Plan) -> tuple[Any, Any]:
     """The parameters of --init-from and, if it is wanted, the optimizer's state.
 
     Raises:
-      UserError: they cannot be read, or belong to another model or tokenizer.
+      UserError: they cannot be read, or would mean something else in this run.
     """
     run, params = setup.config.run, setup.params
-    source = str(run.init_from)
-    if source.endswith(export.SUFFIX):
-        return export.load(Path(source), setup.config.model, params), None
-    _check_same(source, setup)
+    source = Path(str(run.init_from))
+    if source.suffix == export.SUFFIX:
+        return export.load(source, setup.config.model, params), None
+    config, known = runs.stored_config(source), runs.stored_settings(source)
+    theirs = tok.load_tokenizer(source / tok.FILE, known.get("tokenizer"))
+    tokenizers = theirs, setup.data.tokenizer
+    texts = [hashlib.sha256(t.content()).hexdigest()[:12] for t in tokenizers]
+    pairs = {"the tokenizer's hash": texts}
+    models = config.model, setup.config.model
+    pairs |= {flag(key): [getattr(m, key) for m in models] for key in _UNSEEN}
+    for name, (there, here) in pairs.items():
+        said = f"{name} is {there} there, {here} here; give what that run had"
+        check(there == here, f"--init-from {source}: {said}")
     transform = plan.transform if run.init_optimizer else None
-    old = optim.plans(runs.stored_config(Path(source)).optim, steps=1)
-    name = plan.name if len(old) > 1 or transform is not None else None
+    several = len(optim.plans(config.optim, steps=1)) > 1
+    name = plan.name if several or run.init_optimizer else None
     places = {"mesh": setup.mesh, "transform": transform}
     found, _, opt_state = checkpoint.load_params(source, name, **places)
     shapes = [jax.tree.map(lambda x: x.shape, tree) for tree in (params, found)]

@@ -125,19 +125,6 @@ def constrain(x: jax.Array, *names: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, _fitting(mesh, x.shape, names))
 
 
-# Dense bfloat16 FLOP/s of one device, by a part of its `device_kind`, from the vendors'
-# data sheets: NVIDIA H100 SXM, H200 and A100, Google Cloud TPU v4 to v6e.
-_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "TPU v4": 275e12}
-_PEAKS |= {"TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6": 918e12}
-
-
-def peak_flops(devices: int) -> float | None:
-    """FLOP/s that so many devices together could reach; None if unknown."""
-    kind = jax.devices()[0].device_kind
-    peak = next((peak for name, peak in _PEAKS.items() if name in kind), None)
-    return None if peak is None else peak * devices
-
-
 def peak_memory() -> float | None:
     """Most GiB that a device of this process has held; None where nobody counts."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]

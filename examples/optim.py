@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,8 +26,11 @@ RATES = {"adamw": 0.002}
 # rate and with its other numbers.
 ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
 # Where the trainer differs from the library, whose defaults are what is published: all
-# that have a momentum have Nesterov's, and the recommended recipe the fitted schedule.
-CHOICES: dict[str, dict[str, Any]] = {"muon2_f_h": {"ns_coeffs": "muon2"}}
+# that have a momentum have Nesterov's, and the recommended recipe the fitted schedule
+# with five steps.
+CHOICES: dict[str, dict[str, Any]] = {
+    "muon2_f_h": {"ns_coeffs": "muon2", "ns_steps": 5}
+}
 
 # Options handed on to every optimizer that has a parameter of that name.
 _OVERRIDES = ("b1", "b2", "eps", "ns_steps", "ns_coeffs", "nesterov", "shape_scale")
@@ -68,14 +71,9 @@ def adamw(
     return optax.partition({"matrix_decay": matrices, "adam_decay": others}, groups)
 
 
-def default_rate(name: str, tiny: bool) -> float:
-    """The peak learning rate of an optimizer for which none is given."""
-    return TINY_RATES.get(name, 0.04) if tiny else RATES.get(name, 0.03)
-
-
-def factories() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
-    """Every optimizer that `--optimizer` accepts."""
-    return {"adamw": adamw, **m2.REGISTRY}
+# Every optimizer that `--optimizer` accepts.
+FACTORIES: dict[str, Callable[..., optax.GradientTransformation]]
+FACTORIES = {"adamw": adamw, **m2.REGISTRY}
 
 
 def schedule(peak: float, steps: int, config: OptimConfig) -> optax.Schedule:
@@ -111,46 +109,19 @@ def _select(config: OptimConfig) -> list[str]:
 
     An option that none of them has would be ignored: that is an error.
     """
-    known = factories()
     check(bool(config.names()), "--optimizer names no optimizer")
-    names = list(known) if config.names() == ("all",) else list(config.names())
+    names = list(FACTORIES) if config.names() == ("all",) else list(config.names())
     for name in names:
-        listed = f"(known: {', '.join(known)}, all)"
-        check(name in known, f"--optimizer: unknown name {name!r} {listed}")
-    accepted = {key for n in names for key in inspect.signature(known[n]).parameters}
+        listed = f"(known: {', '.join(FACTORIES)}, all)"
+        check(name in FACTORIES, f"--optimizer: unknown name {name!r} {listed}")
+    accepted = {
+        key for n in names for key in inspect.signature(FACTORIES[n]).parameters
+    }
     usual = OptimConfig()
     for key in (*_OVERRIDES, *_DECAYS):
         applies = getattr(config, key) == getattr(usual, key) or key in accepted
         check(applies, f"{flag(key)} does not apply to {', '.join(names)}")
     return names
-
-
-def _plan(
-    name: str, config: OptimConfig, steps: int, tiny: bool, given: dict[str, Any]
-) -> Plan:
-    factory = factories()[name]
-    parameters = inspect.signature(factory).parameters
-    shaped = partial(schedule, steps=steps, config=config)
-    peak = config.learning_rate or default_rate(name, tiny)
-    adam_peak = config.adam_learning_rate or default_rate("adamw", tiny)
-    asked = {key: getattr(config, key) for key in _OVERRIDES}
-    chosen = {"nesterov": True, **CHOICES.get(name, {}), "weight_decay_mask": decayed}
-    chosen |= {f"adam_{key}": value for key, value in ADAM.items()}
-    chosen |= {key: value for key, value in asked.items() if value is not None}
-    chosen |= {"adam_learning_rate": shaped(adam_peak)} | given
-    chosen |= {key: getattr(config, key) for key in _DECAYS}
-    keywords = {key: value for key, value in chosen.items() if key in parameters}
-    try:
-        optimizer = factory(shaped(peak), **keywords)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--optimizer {name}: {error}") from None
-    used = {key: p.default for key, p in parameters.items()} | keywords
-    settings = {key: used.get(key) for key in ("ns_steps", "ns_coeffs", "nesterov")}
-    settings["ns_steps"] = settings["ns_steps"] or NS_STEPS.get(name)
-    settings |= {"learning_rate": peak}
-    settings["adam_learning_rate"] = adam_peak if "adam_b1" in parameters else None
-    clip = optax.clip_by_global_norm(config.clip_norm or math.inf)
-    return Plan(name, settings, optax.chain(clip, optimizer), shaped(peak))
 
 
 def plans(
@@ -166,17 +137,42 @@ def plans(
     `rules` say which parameters are matrices, `shardings` where parameters live, for
     the optimizers that divide their work; `tiny` models have other default rates.
     """
-    given = {"rules": rules, "shardings": shardings}
-    return [_plan(name, config, steps, tiny, given) for name in _select(config)]
+    rates, usual = (TINY_RATES, 0.04) if tiny else (RATES, 0.03)
+    shaped = partial(schedule, steps=steps, config=config)
+    adam_peak = config.adam_learning_rate or rates["adamw"]
+    asked = {key: getattr(config, key) for key in _OVERRIDES}
+    asked = {key: value for key, value in asked.items() if value is not None}
+    asked |= {key: getattr(config, key) for key in _DECAYS}
+    asked |= {"adam_learning_rate": shaped(adam_peak), "weight_decay_mask": decayed}
+    asked |= {"rules": rules, "shardings": shardings}
+    adam = {f"adam_{key}": value for key, value in ADAM.items()}
+    made = []
+    for name in _select(config):
+        peak = config.learning_rate or rates.get(name, usual)
+        parameters = inspect.signature(FACTORIES[name]).parameters
+        chosen = {"nesterov": True, **adam, **CHOICES.get(name, {}), **asked}
+        keywords = {key: value for key, value in chosen.items() if key in parameters}
+        try:
+            optimizer = FACTORIES[name](shaped(peak), **keywords)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--optimizer {name}: {error}") from None
+        used = {key: p.default for key, p in parameters.items()} | keywords
+        settings = {key: used.get(key) for key in ("ns_steps", "ns_coeffs", "nesterov")}
+        settings["ns_steps"] = settings["ns_steps"] or NS_STEPS.get(name)
+        settings |= {"learning_rate": peak}
+        settings["adam_learning_rate"] = adam_peak if "adam_b1" in parameters else None
+        clip = optax.clip_by_global_norm(config.clip_norm or math.inf)
+        transform = optax.chain(clip, optimizer)
+        made.append(Plan(name, settings, transform, shaped(peak)))
+    return made
 
 
 def at_schedule_start(opt_state: optax.OptState) -> optax.OptState:
     """The state of an optimizer with its learning-rate schedules begun anew."""
 
-    def is_schedule(part: Any) -> bool:
-        return isinstance(part, optax.ScaleByScheduleState)
-
     def begin(part: Any) -> Any:
-        return part._replace(count=part.count * 0) if is_schedule(part) else part
+        is_schedule = isinstance(part, optax.ScaleByScheduleState)
+        return part._replace(count=part.count * 0) if is_schedule else part
 
-    return jax.tree.map(begin, opt_state, is_leaf=is_schedule)
+    kind = optax.ScaleByScheduleState
+    return jax.tree.map(begin, opt_state, is_leaf=lambda part: isinstance(part, kind))

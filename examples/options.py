@@ -20,12 +20,15 @@ _LARGEST = 2**31 - 1  # of whole numbers: steps and token ids are counted in 32 
 
 
 class UserError(ValueError):
-    """Something the user can put right; shown as one line.
-
-    The exit code 2 is for options and files, 1 for what failed in the middle of work.
-    """
+    """Something the user can put right, an option or a file; shown as one line."""
 
     code = 2
+
+
+class Failed(UserError):
+    """What fails in the middle of work: no room on a disk, training that diverges."""
+
+    code = 1
 
 
 class Interrupted(RuntimeError):
@@ -46,8 +49,9 @@ def run_command(name: str, run: Callable[[], int | None]) -> int:
         return run() or 0
     except UserError as error:
         said, code = f"error: {error}", error.code
-    except PermissionError as error:
-        said, code = f"error: {error.filename}: {error.strerror}", 2
+    except OSError as error:  # of a file or folder that may not be read, say
+        place = f"{error.filename}: " if error.filename else ""
+        said, code = f"error: {place}{error.strerror or error}", 2
     except Interrupted as stopped:
         said, code = str(stopped), stopped.code
     except KeyboardInterrupt:
@@ -133,17 +137,18 @@ def build(sections: Mapping[str, type], values: Mapping[str, Any]) -> dict[str, 
 def parse(
     sections: Mapping[str, type],
     argv: Sequence[str] | None,
-    prog: str,
+    module: str,
     description: str,
     defaults: Mapping[str, Any] | None = None,
     conditions: Conditions | None = None,
 ) -> dict[str, Any]:
     """One instance of each section; `UserError`, of one line, for a bad option.
 
-    `defaults` are values by field that take the place of the declared ones.
-    Options whose `conditions` do not hold must be left at their defaults.
+    `defaults` by field take the place of the declared ones. Options whose `conditions`
+    do not hold must be left at them.
     """
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    about = {"prog": f"python -m {module}", "description": description}
+    parser = _Parser(**about, allow_abbrev=False)
     for name, section in sections.items():
         group = parser.add_argument_group(name, (section.__doc__ or "").split("\n")[0])
         hints = typing.get_type_hints(section)
@@ -158,16 +163,3 @@ def parse(
         unchanged = given[name] == parser.get_default(name)
         check(unchanged or acts(given), f"{flag(name)} acts only {where}")
     return build(sections, given)
-
-
-def parse_one(
-    section: type,
-    argv: Sequence[str] | None,
-    about: str,
-    package: str = "examples",
-    conditions: Conditions | None = None,
-) -> Any:
-    """The options of a command that has one section of them."""
-    name = section.__name__.removesuffix("Config").lower()
-    words = argv, f"python -m {package}.{name}", about
-    return parse({name: section}, *words, conditions=conditions)[name]

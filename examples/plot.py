@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from examples.files import read_metrics, write_atomically
-from examples.options import UserError, check
-from examples.runs import METRICS_FILE
+from examples.options import UserError
 
-Records = list[dict[str, Any]]
+# Of every optimizer its records, by kind.
+Curves = dict[str, dict[str, list[dict[str, Any]]]]
+NATS = ("loss", "nats per token")
 
 
 def pyplot() -> Any:
@@ -22,20 +23,13 @@ def pyplot() -> Any:
     return pyplot
 
 
-def curves(folders: Sequence[Path]) -> dict[str, dict[str, Records]]:
-    """Label to kind to records, for every optimizer of every run below the folders."""
-    found: dict[str, dict[str, Records]] = {}
-    for folder in folders:
-        paths = sorted(folder.rglob(METRICS_FILE))
-        check(bool(paths), f"{folder}: no {METRICS_FILE} in it")
-        for path in paths:
-            parts = [folder.name] if len(folders) > 1 else []
-            label = "/".join([*parts, *path.parent.relative_to(folder).parts])
-            for record in read_metrics(path):
-                if record["kind"] in ("train", "eval") and record["loss"]:
-                    name = f"{label} {record['optimizer']}".strip()
-                    kinds = found.setdefault(name, {"train": [], "eval": []})
-                    kinds[record["kind"]].append(record)
+def curves(metrics: Path) -> Curves:
+    """Of the optimizers of one run."""
+    found: Curves = {}
+    for record in read_metrics(metrics):
+        if record["kind"] in ("train", "eval") and record["loss"]:
+            kinds = found.setdefault(record["optimizer"], {"train": [], "eval": []})
+            kinds[record["kind"]].append(record)
     return found
 
 
@@ -46,22 +40,16 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def plot_runs(folders: Sequence[Path], target: Path) -> Path:
-    """Write a figure of the runs below the folders to `target`.
+def draw(found: Curves, target: Path, measure: tuple[str, str] = NATS) -> Path:
+    """Write a figure to `target`; validation losses by their key and its unit.
 
-    Training losses and norms are means over a fiftieth of the curve. Validation losses
-    are in bits per byte where runs differ in their tokens.
+    Training losses and norms are means over a fiftieth of the curve.
     """
-    found = curves(folders)
-    last = [r for kinds in found.values() for r in kinds["eval"][-1:]]
-    ratios = {round(r.get("bits_per_byte", 0) / r["loss"], 3) for r in last}
-    measure = ("bits_per_byte", "bits per byte"), ("loss", "nats per token")
-    measure = measure[len(ratios) == 1]
     panels = (
         ("validation loss", "eval", "tokens", *measure),
         ("validation loss", "eval", "seconds", *measure),
-        ("training loss", "train", "tokens", "loss", "nats per token"),
-        ("training loss", "train", "seconds", "loss", "nats per token"),
+        ("training loss", "train", "tokens", *NATS),
+        ("training loss", "train", "seconds", *NATS),
         ("learning rate", "train", "tokens", "learning_rate", ""),
         ("gradient norm, before clipping", "train", "tokens", "grad_norm", ""),
     )

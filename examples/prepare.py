@@ -1,8 +1,7 @@
 """Turn text into token shards: `python -m examples.prepare --data TEXT --out FOLDER`.
 
 Tokenizes on all cores, a shard at a time. A preparation that was stopped goes on when
-the same command is given again; `--verify FOLDER` compares the checksums of a finished
-one.
+the same command is given again.
 """
 
 import dataclasses
@@ -12,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples import options
-from examples.data import shards, text
+from examples.config import BPE
+from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.corpus import Corpus, Group
 from examples.data.loader import prefetch
 from examples.files import WriteFailed, write_json
-from examples.options import Options, UserError, check, option
+from examples.options import Interrupted, Options, check, option, parse, run_command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,42 +29,29 @@ class PrepareConfig(Options):
     skip_bad: bool = option(False, "leave out lines that cannot be read; count them")
     tokenizer: str = option("bpe", "'bytes', 'bpe' or the path of a tokenizer.json")
     vocab_size: int = option(32_000, "vocabulary of --tokenizer bpe", "[300, 1000000]")
-    out: str | None = option(None, "folder of the shards")
+    out: str = option("", "folder of the shards")
     shard_bytes: int = option(100_000_000, "text of a shard, about", "[1000, ]")
     val_fraction: float = option(
         0.005, "part of each shard's text held out (if no file is val*)", "(0, 0.5]"
     )
-    verify: str | None = option(None, "only compare the checksums of this folder")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.verify is None:
-            check(bool(self.out), "--out FOLDER is needed")
-            check(bool(self.data), "--data PATH is needed")
+        check(bool(self.out), "--out FOLDER is needed")
+        check(bool(self.data), "--data PATH is needed")
 
     def corpus(self) -> Corpus:
         """The text, to be read once."""
-        reader = text.Reader(self.text_field, self.skip_bad)
-        return Corpus(self.data, self.val_fraction, reader=reader)
-
-
-_CONDITIONS: dict[str, Any] = {
-    field.name: (lambda given: given["verify"] is None, "without --verify")
-    for field in dataclasses.fields(PrepareConfig)
-    if field.name != "verify"
-}
-_CONDITIONS["vocab_size"] = (
-    lambda given: given["verify"] is None and given["tokenizer"] == "bpe",
-    "with --tokenizer bpe",
-)
+        fields = {"field": self.text_field, "skip_bad": self.skip_bad}
+        return Corpus(self.data, self.val_fraction, **fields)
 
 
 def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
     """A new folder with a tokenizer, or that of a preparation that was stopped."""
-    path = Path(config.out or "")
+    path = Path(config.out)
     # What a preparation must have in common with the one that it goes on with.
     begun: dict[str, Any] = dataclasses.asdict(config)
-    del begun["out"], begun["verify"]
+    del begun["out"]
     begun["data"] = [[file.name, file.stat().st_size] for file in corpus.files]
     if (path / shards.INDEX).exists():
         folder = shards.open_folder(path, finished=False)
@@ -90,10 +76,8 @@ def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
         size = sum(map(len, sample))
         print(f"training the tokenizer on {size:,} bytes, the first shard", flush=True)
     tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, sample)
-    file = path / tok.FILE
-    tokenizer.save(file)
     about = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
-    about["sha256"] = shards.file_sha256(file)
+    about["sha256"] = tok.save(tokenizer, path / tok.FILE)
     index = {"format": shards.FORMAT, "finished": False, "source": corpus.name}
     index |= {"begun": begun, "tokenizer": about, "groups": 0, "shards": []}
     write_json(path / shards.INDEX, index)
@@ -107,21 +91,13 @@ def _write_group(
 
     What a stop leaves behind without it is written anew, to the same bytes.
     """
-    dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
     for split, documents in zip(("train", "val"), group):
-        if not documents:
-            continue
-        number = sum(shard["split"] == split for shard in index["shards"])
-        file = folder / f"{split}_{number:05d}.bin"
-        sizes = len(documents), sum(map(len, documents))
-        ids = tok.stream(tokenizer.encode(documents), tokenizer.end_id, dtype)
-        made = [shards.write_shard(file, split, ids, *sizes)]
-        if split == "val":
-            # The end of a document stands for no byte.
-            counts = tok.stream(tokenizer.byte_counts(documents), 0, "<u4")
-            file = file.with_suffix(".bytes")
-            made.append(shards.write_shard(file, "val_bytes", counts, *sizes))
-        index["shards"] += map(dataclasses.asdict, made)
+        if documents:
+            number = sum(shard["split"] == split for shard in index["shards"])
+            file = folder / f"{split}_{number:05d}.bin"
+            sizes = len(documents), sum(map(len, documents))
+            ids = tok.stream(tokenizer, documents)
+            index["shards"].append(shards.write_shard(file, split, ids, *sizes))
     index["groups"] += 1
     write_json(folder / shards.INDEX, index)
 
@@ -137,38 +113,30 @@ def prepare(config: PrepareConfig) -> shards.Folder:
         _write_group(path, group, tokenizer, index)
         tokens = sum(s["tokens"] for s in index["shards"] if s["split"] == "train")
         print(f"shard {index['groups']}, {tokens:,} training tokens so far", flush=True)
-    if corpus.reader.skipped:
-        print(f"lines that could not be read: {corpus.reader.skipped:,}")
-    index |= {"finished": True, "skipped": corpus.reader.skipped}
+    if corpus.skipped:
+        print(f"lines that could not be read: {corpus.skipped:,}")
+    index |= {"finished": True, "skipped": corpus.skipped}
     write_json(path / shards.INDEX, index)
     return shards.open_folder(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare or verify; returns the exit code."""
+    """The command line; returns the exit code."""
 
     def run() -> None:
-        about = "Turn text into token shards."
-        known = {"argv": argv, "about": about, "conditions": _CONDITIONS}
-        config: PrepareConfig = options.parse_one(PrepareConfig, **known)
+        words = "examples.prepare", "Turn text into token shards."
+        conditions = {"conditions": {"vocab_size": BPE}}
+        given = parse({"prepare": PrepareConfig}, argv, *words, **conditions)
         try:
-            if config.verify is None:
-                folder = prepare(config)
-            else:
-                folder = shards.open_folder(Path(config.verify))
-                folder.verify()
-                print("all files are as they were written")
+            folder = prepare(given["prepare"])
         except KeyboardInterrupt:
             said = "interrupted; the same command goes on"
-            raise options.Interrupted(2, said) from None
-        except OSError as error:  # of a folder that may not be read
-            place = f"{error.filename}: " if error.filename else ""
-            raise UserError(f"{place}{error.strerror or error}") from None
+            raise Interrupted(2, said) from None
         for split in ("train", "val"):
             counts = folder.counts(split).items()
             print(f"{split}:", ", ".join(f"{n:,} {name}" for name, n in counts))
 
-    return options.run_command("prepare", run)
+    return run_command("prepare", run)
 
 
 if __name__ == "__main__":

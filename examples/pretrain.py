@@ -14,26 +14,15 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from examples import options, runs
+from examples import runs
 from examples.config import Config
-from examples.options import UserError
-
-if TYPE_CHECKING:
-    from examples.report import Report
-    from examples.setup import Setup
-
-
-class OutOfMemory(UserError):
-    """A device cannot hold what a step needs."""
-
-    code = 1
+from examples.options import Failed, UserError, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer; returns the exit code."""
-    return options.run_command("pretrain", lambda: _pretrain(argv))
+    return run_command("pretrain", lambda: _pretrain(argv))
 
 
 def _pretrain(argv: Sequence[str] | None) -> None:
@@ -51,32 +40,32 @@ def _pretrain(argv: Sequence[str] | None) -> None:
     config = _settle_devices(config)
     data = loader.load(config)
     first = jax.process_index() == 0
-    folder = runs.claim_folder(config) if first else Path(str(config.run.out))
     with contextlib.ExitStack() as stack, _advice_for_full_memory():
+        folder = Path(str(config.run.out))
         if first:
-            stack.enter_context(runs.locked(folder))
-            runs.check_free(folder, config)  # another may have come first
+            folder = stack.enter_context(runs.claimed(config))
         made = setup.prepare(config, data)
-        done = runs.earlier_results(folder, config)  # before anything is written
+        results = runs.records(folder, "result")  # before anything is written
+        done = {r["optimizer"]: r for r in results if r["steps"] == config.run.steps}
         changes = runs.check_text(folder, config, data.about["digest"])
         plans = made.plans()
         if config.run.init_from and not runs.holds_run(folder):
             for plan in plans:  # what is refused leaves the folder free
                 initial.load(made, plan)
         if first:  # before the records: what has them can be continued
-            _write_down(made, folder)
-        report = Report(config, folder, [plan.name for plan in plans])
-        stack.enter_context(report)
+            made.write_down(folder)
+        report = stack.enter_context(Report(config, folder))
         received = stack.enter_context(train.signals())
         stack.enter_context(jax.set_mesh(made.mesh))
-        _describe(made, report, changes)
+        made.describe(report, changes)
         for plan in plans:
             if plan.name not in done:
                 training = train.Training(made, plan, report, folder, received)
                 with contextlib.closing(training):
                     done[plan.name] = training.result()
         if first:
-            figure = plot.plot_runs([folder], folder / "loss.png")
+            found = plot.curves(folder / runs.METRICS_FILE)
+            figure = plot.draw(found, folder / "loss.png")
             results = [done[plan.name] for plan in plans]
             report.table(results, figure, time.perf_counter() - begin)
 
@@ -117,61 +106,11 @@ def _advice_for_full_memory() -> Generator[None]:
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             said = str(error).strip().split("\n")[0][:200]
-            raise OutOfMemory(
+            raise Failed(
                 f"out of memory ({said}): try a smaller --batch-size, --accumulate 2 "
                 "or more, --remat full, or a --mesh of more devices"
             ) from None
         raise
-
-
-def _write_down(setup: "Setup", folder: Path) -> None:
-    """What a continuation or a reader needs: options, tokenizer, routing."""
-    from examples.data.tokens import FILE
-    from examples.files import write_atomically
-    from examples.models import matrix_rules
-
-    config, tokenizer = setup.config, setup.data.tokenizer
-    digest = setup.data.about["digest"]
-    saved = tokenizer.save(folder / FILE)
-    runs.store_settings(folder, config, tokenizer.vocab_size, digest, saved)
-    routing = matrix_rules(config.model).describe(setup.params) + "\n"
-    write_atomically(folder / "parameters.txt", [routing.encode()])
-
-
-def _describe(setup: "Setup", report: "Report", changes: Sequence[str]) -> None:
-    """Say and record what is about to be trained on what.
-
-    `changes`: what is not as it was when the run was begun.
-    """
-    from examples.mesh import environment
-    from examples.models import sizes
-
-    config, data, text = setup.config, setup.data, setup.data.about
-    run, model, counts = config.run, config.model, sizes(config.model, setup.params)
-    tokens = run.steps * run.batch_size * model.seq_len
-    epochs = tokens / (data.train.windows * model.seq_len)
-
-    def listed(parts: dict[str, Any]) -> str:
-        return ", ".join(f"{number:,} {name}" for name, number in parts.items())
-
-    report.say(
-        f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}",
-        *(f"  {name} {listed(text[name])}" for name in ("train", "val")),
-        *(f"  {note}" for note in text["notes"]),
-        f"model: {model.model}, {counts.parameters:,} parameters ({counts.active:,} "
-        f"active), {model.dtype}, vocabulary {data.tokenizer.vocab_size:,}",
-        f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = {tokens:,} "
-        f"tokens ({epochs:.2f} epochs) for each optimizer, seed {run.seed}; validation "
-        f"on {data.val.tokens:,} tokens",
-        "machine: " + ", ".join(f"{k} {v}" for k, v in environment().items()),
-        "mesh: " + ", ".join(f"{k}={v}" for k, v in setup.mesh.shape.items()),
-        *changes,
-    )
-    if config.optim.warmup_steps >= run.steps:
-        report.say("note: the warm-up is no shorter than the run (--warmup-steps)")
-    about = {"config": dataclasses.asdict(config), "environment": environment()}
-    about |= {"parameters": counts.parameters, "text": text, "changes": list(changes)}
-    report.record("run", **about)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples import config as configs
-from examples.config import Config
-from examples.files import Record, WriteFailed, read_json, read_metrics, write_json
-from examples.options import UserError, check, flag
+from examples.config import SECTIONS, Config, parse
+from examples.files import Record, read_json, read_metrics, write_json
+from examples.options import UserError, build, check, flag
 
 SETTINGS_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -46,8 +45,15 @@ def stored_settings(folder: Path) -> dict[str, Any]:
 
 
 def stored_config(folder: Path) -> Config:
-    """The options that a run was begun with; `UserError` if they cannot be read."""
-    return Config.from_dict(stored_settings(folder)["config"])
+    """The options that a run was begun with; `UserError` if they cannot be read.
+
+    Options that have been dropped since must not have been in use.
+    """
+    sections = stored_settings(folder)["config"].values()
+    values = {key: value for section in sections for key, value in section.items()}
+    gone = [flag(k) for k in values.keys() - Config().flat().keys() if values[k]]
+    check(not gone, f"{folder}: this version has no {', '.join(gone)}")
+    return Config(**build(SECTIONS, values))
 
 
 def check_unchanged(old: Config, new: Config, where: str) -> None:
@@ -67,7 +73,7 @@ def check_unchanged(old: Config, new: Config, where: str) -> None:
 
 def read_options(argv: Sequence[str] | None) -> Config:
     """The options of a run; where it is continued, those not given are as it began."""
-    config = configs.parse(argv)
+    config = parse(argv)
     if config.save.resume == "no":
         return config
     check(config.run.out is not None, "--resume needs --out, the folder of the run")
@@ -75,59 +81,45 @@ def read_options(argv: Sequence[str] | None) -> Config:
     if config.save.resume == "auto" and not holds_run(folder):
         return config
     old = stored_config(folder)
-    config = configs.parse(argv, old.flat() | {"resume": config.save.resume})
+    config = parse(argv, old.flat() | {"resume": config.save.resume})
     check_unchanged(old, config, f"--resume {folder}")
     return config
 
 
-def claim_folder(config: Config) -> Path:
-    """Create the output folder; an earlier run's files are never overwritten."""
+@contextlib.contextmanager
+def claimed(config: Config) -> Generator[Path]:
+    """The output folder, in which no other run begins or writes meanwhile.
+
+    The system lets go of it when a process is killed. Some network file systems know no
+    locks: there the run goes on without one.
+    """
     new = (Path("runs", str(number)) for number in itertools.count(1))
     free = (folder for folder in new if not folder.exists())
     folder = next(free) if config.run.out is None else Path(config.run.out)
-    check_free(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("ab")
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}") from None
-    return folder
-
-
-def check_free(folder: Path, config: Config) -> None:
-    """A new run must not begin where another has begun."""
-    taken = config.save.resume == "no" and holds_run(folder)
-    remedy = "already holds a run; choose another, or --resume it"
-    check(not taken, f"--out {folder}: {remedy}")
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Generator[None, None, None]:
-    """Keep other runs out of the folder; the system lets go when a process is killed.
-
-    Some network file systems know no locks: there the run goes on without one.
-    """
-    path = folder / "lock"
-    try:
-        file = path.open("ab")
-    except OSError as error:
-        raise WriteFailed(path, error) from None
-    with file:
+    with lock:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             said = "another run is writing there; wait until it ends, or choose another"
             raise UserError(f"--out {folder}: {said}") from None
         except OSError:
             pass
-        yield
+        taken = config.save.resume == "no" and holds_run(folder)
+        said = "already holds a run; choose another, or --resume it"
+        check(not taken, f"--out {folder}: {said}")
+        yield folder
 
 
-def earlier_results(folder: Path, config: Config) -> dict[str, Record]:
-    """Of the optimizers that had finished before this run went on."""
+def records(folder: Path, kind: str) -> list[Record]:
+    """Those of one kind, if there are any yet."""
     path = folder / METRICS_FILE
-    records = read_metrics(path) if path.exists() else []
-    done = [record for record in records if record["kind"] == "result"]
-    return {r["optimizer"]: r for r in done if r["steps"] == config.run.steps}
+    found = read_metrics(path) if path.exists() else []
+    return [record for record in found if record["kind"] == kind]
 
 
 def check_text(folder: Path, config: Config, digest: str) -> list[str]:
@@ -155,11 +147,7 @@ def check_text(folder: Path, config: Config, digest: str) -> list[str]:
 def store_settings(
     folder: Path, config: Config, vocab_size: int, digest: str, tokenizer: str = ""
 ) -> None:
-    """Write `config.json`; `digest` names the tokens of the run.
-
-    `tokenizer` is the SHA-256 of its `tokenizer.json`.
-    """
+    """Write `config.json`; `digest` names the run's tokens, `tokenizer` its file."""
     content = {"config": dataclasses.asdict(config), "vocab_size": vocab_size}
-    content |= {"text": digest, "version": _VERSION}
-    content |= {"tokenizer": tokenizer}
+    content |= {"text": digest, "version": _VERSION, "tokenizer": tokenizer}
     write_json(folder / SETTINGS_FILE, content)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples import options, runs
+from examples import runs
 from examples.checkpoint import load_params
 from examples.config import ModelConfig, TrainedConfig
 from examples.data import tokens as tok
 from examples.models import make_model
-from examples.options import check, option
+from examples.options import check, option, parse, run_command
 
 _TOP_P = "choose among the likeliest that have this probability together"
 
@@ -55,12 +55,9 @@ def load_model(
 ) -> Model:
     """The parameters and the tokenizer of a run; see `load_params`."""
     params, config, _ = load_params(run, optimizer, step)
-    file = Path(run, tok.FILE)
-    known = runs.stored_settings(Path(run)).get("tokenizer")  # not of earlier runs
-    tokenizer = tok.load_tokenizer(file, known)
-    _, init = make_model(config.model, tokenizer.vocab_size)
-    wanted = jax.tree.map(lambda x: x.shape, jax.eval_shape(init, jax.random.key(0)))
-    same = wanted == jax.tree.map(lambda x: x.shape, params)
+    file, stored = Path(run, tok.FILE), runs.stored_settings(Path(run))
+    tokenizer = tok.load_tokenizer(file, stored.get("tokenizer"))  # not of earlier runs
+    same = tokenizer.vocab_size == stored["vocab_size"]
     check(same, f"{file}: not the tokenizer of these parameters")
     return Model.of(config.model, tokenizer, params)
 
@@ -148,12 +145,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
 
     def run() -> None:
-        about = "Continue a prompt with a trained model."
-        given = dataclasses.asdict(options.parse_one(SampleConfig, argv, about))
+        words = "examples.sample", "Continue a prompt with a trained model."
+        parsed = parse({"sample": SampleConfig}, argv, *words)
+        given = dataclasses.asdict(parsed["sample"])
         model = load_model(*(given.pop(name) for name in ("run", "optimizer", "step")))
         print(continue_text(model, given.pop("prompt"), **given))
 
-    return options.run_command("sample", run)
+    return run_command("sample", run)
 
 
 if __name__ == "__main__":

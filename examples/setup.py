@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,13 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import muon2_optax as m2
-from examples import optim
+from examples import optim, runs
 from examples import step as steps
 from examples.config import Config
 from examples.data import loader
-from examples.mesh import batch_sharding, make_mesh
-from examples.models import make_model, matrix_rules
+from examples.data import tokens as tok
+from examples.files import write_atomically
+from examples.mesh import batch_sharding, environment, make_mesh
+from examples.models import count_parameters, make_model, matrix_rules
 from examples.options import check
+from examples.report import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Setup:
     graphdef: Any
     init: Callable[[jax.Array], Any]
     params: Any  # shapes and shardings
+    tokens: jax.ShapeDtypeStruct  # of a batch
     eval_step: Callable[[Any, Any, Any], jax.Array]
 
     def plans(self) -> list[optim.Plan]:
@@ -40,10 +45,15 @@ class Setup:
         tiny, steps = config.model.is_tiny, config.run.steps
         return optim.plans(config.optim, steps, tiny=tiny, **places)
 
-    def tokens(self) -> jax.ShapeDtypeStruct:
-        """The shape of a batch."""
-        shape = self.config.run.batch_size, self.config.model.seq_len + 1
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.rows)
+    def compile_step(self, plan: optim.Plan) -> tuple[steps.TrainState, Any]:
+        """The abstract state of an optimizer, and the step compiled for it."""
+        config, transform = self.config, plan.transform
+        abstract = steps.abstract_state(transform, self.params, self.mesh)
+        vocab_size, parts = self.data.tokenizer.vocab_size, config.run.accumulate
+        chunks = steps.loss_chunks(config, vocab_size, self.mesh, parts)
+        model = self.graphdef, transform, config, abstract
+        train_step = steps.make_train_step(*model, chunks, plan.schedule)
+        return abstract, train_step.lower(abstract, self.tokens).compile()
 
     def _mine(self) -> slice:
         """The rows of a global batch that this process feeds."""
@@ -63,14 +73,56 @@ class Setup:
         return jax.make_array_from_process_local_data(self.rows, rows, shape)
 
     def evaluate(self, params: Any) -> tuple[float, float]:
-        """Mean loss per validation token (nats), bits per byte of validation text."""
-        val, mine = self.data.val, self._mine()
+        """Mean loss per validation token (nats), and in bits per byte of text."""
+        mine, text = self._mine(), self.data.about["val"]
         sums = [
             self.eval_step(params, self.place(tokens[mine]), self.place(weight[mine]))
-            for tokens, weight in val.batches
+            for tokens, weight in self.data.val
         ]
-        total = math.fsum(float(value) for value in sums)
-        return total / val.tokens, total / math.log(2) / max(1, val.bytes)
+        loss = math.fsum(float(value) for value in sums) / self.data.val_tokens
+        return loss, loss / math.log(2) * text["tokens"] / max(1, text["bytes"])
+
+    def write_down(self, folder: Path) -> None:
+        """What a continuation or a reader needs: options, tokenizer, routing."""
+        config, tokenizer = self.config, self.data.tokenizer
+        saved = tok.save(tokenizer, folder / tok.FILE)
+        digest, size = self.data.about["digest"], tokenizer.vocab_size
+        runs.store_settings(folder, config, size, digest, saved)
+        routing = matrix_rules(config.model).describe(self.params) + "\n"
+        write_atomically(folder / "parameters.txt", [routing.encode()])
+
+    def describe(self, report: Report, changes: Sequence[str]) -> None:
+        """Say and record what is about to be trained on what.
+
+        `changes`: what is not as it was when the run was begun.
+        """
+        config, data, text = self.config, self.data, self.data.about
+        run, model, machine = config.run, config.model, environment()
+        count, active = count_parameters(model, self.params)
+        tokens = run.steps * run.batch_size * model.seq_len
+        epochs = tokens / (data.train.windows * model.seq_len)
+
+        def listed(parts: dict[str, int]) -> str:
+            return ", ".join(f"{number:,} {name}" for name, number in parts.items())
+
+        report.say(
+            f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}",
+            *(f"  {split} {listed(text[split])}" for split in ("train", "val")),
+            *(f"  {note}" for note in text["notes"]),
+            f"model: {model.model}, {count:,} parameters ({active:,} active), "
+            f"{model.dtype}, vocabulary {data.tokenizer.vocab_size:,}",
+            f"run: {run.steps} steps of {run.batch_size} x {model.seq_len} = "
+            f"{tokens:,} tokens ({epochs:.2f} epochs) for each optimizer, seed "
+            f"{run.seed}; validation on {data.val_tokens:,} tokens",
+            "machine: " + ", ".join(f"{k} {v}" for k, v in machine.items()),
+            "mesh: " + ", ".join(f"{k}={v}" for k, v in self.mesh.shape.items()),
+            *changes,
+        )
+        if config.optim.warmup_steps >= run.steps:
+            report.say("note: the warm-up is no shorter than the run (--warmup-steps)")
+        about = {"config": dataclasses.asdict(config), "environment": machine}
+        about |= {"parameters": count, "text": text, "changes": list(changes)}
+        report.record("run", **about)
 
 
 def prepare(config: Config, data: loader.Dataset) -> Setup:
@@ -89,8 +141,8 @@ def prepare(config: Config, data: loader.Dataset) -> Setup:
         graphdef, init = make_model(config.model, vocab_size)
         params = steps.abstract_params(init, mesh)
         chunks = steps.loss_chunks(config, vocab_size, mesh, parts=1)
-        eval_step: Any = steps.make_eval_step(graphdef, chunks)
-        setup = Setup(config, data, mesh, rows, graphdef, init, params, eval_step)
-        weight = jax.ShapeDtypeStruct((run.batch_size,), np.float32, sharding=rows)
-        compiled = eval_step.lower(params, setup.tokens(), weight).compile()
-        return dataclasses.replace(setup, eval_step=compiled)
+        eval_step, array = steps.make_eval_step(graphdef, chunks), jax.ShapeDtypeStruct
+        tokens = array((run.batch_size, length + 1), np.int32, sharding=rows)
+        weight = array((run.batch_size,), np.float32, sharding=rows)
+        compiled = eval_step.lower(params, tokens, weight).compile()
+    return Setup(config, data, mesh, rows, graphdef, init, params, tokens, compiled)

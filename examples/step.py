@@ -132,11 +132,8 @@ def make_train_step(
     def loss_fn(params: Any, tokens_BxM: jax.Array) -> tuple[jax.Array, Any]:
         model = nnx.merge(graphdef, params)
         x_BxLxD, balance, _ = model.features(tokens_BxM[:, :-1])
-        targets_BxL, z_weight = tokens_BxM[:, 1:], config.run.z_loss
-        total, loss = head.head_loss(
-            x_BxLxD, model.head(), targets_BxL, z_weight, chunks
-        )
-        return total + balance, (loss, balance)
+        loss = head.head_loss(x_BxLxD, model.head(), tokens_BxM[:, 1:], chunks)
+        return loss + balance, (loss, balance)
 
     def train_step(state: TrainState, tokens_BxM: Any) -> tuple[TrainState, Metrics]:
         (loss, balance), grads = _averaged_gradients(

@@ -17,9 +17,8 @@ import examples.step as steps
 from examples import checkpoint, initial, optim, sample
 from examples.data.loader import prefetch
 from examples.files import WriteFailed
-from examples.mesh import peak_flops, peak_memory
-from examples.models import sizes
-from examples.options import Interrupted, UserError
+from examples.mesh import peak_memory
+from examples.options import Failed, Interrupted, UserError
 from examples.report import Report, perplexity
 from examples.runs import CHECKPOINT_FOLDER
 from examples.setup import Setup
@@ -27,12 +26,6 @@ from examples.setup import Setup
 # Steps that may be under way while their losses are still unread. Reading the loss of
 # the newest step instead would leave the device idle between steps.
 _STEPS_AHEAD = 2
-
-
-class TrainingStopped(UserError):
-    """Training cannot go on."""
-
-    code = 1
 
 
 @contextlib.contextmanager
@@ -73,26 +66,23 @@ class Training:
         received: Callable[[], int],
     ):
         self._setup, self._plan, self._name = setup, plan, plan.name
-        self._report, self._received = report, received
+        self._report, self._folder, self._received = report, folder, received
         self._run, self._save_options = setup.config.run, setup.config.save
-        place, self._folder = folder / CHECKPOINT_FOLDER / plan.name, folder
+        place = folder / CHECKPOINT_FOLDER / plan.name
         self._store = checkpoint.Store(place, self._save_options.keep)
         self._tokens = self._run.batch_size * setup.config.model.seq_len
-        self._flops = sizes(setup.config.model, setup.params).flops_per_token
-        self._peak = peak_flops(setup.mesh.size)
         self._unread: deque[tuple[int, steps.Metrics]] = deque()
         self._val_loss, self._bits, self._best_loss = math.nan, math.nan, math.inf
         # Of training alone: validating and saving end by starting the clock anew.
         self._seconds, self._since = 0.0, math.nan
         self._first_bad = 0  # of the bad steps in a row that end with the newest
-        self._due = False  # a checkpoint, when a step is good again
         self._begin = self._saved_at = time.perf_counter()
 
     def result(self) -> dict[str, Any]:
         """Train; the record of the result."""
-        run = self._run
-        self._report.begin(self._name, (self._store.steps() or [0])[-1])
-        abstract, compiled = self._compile()
+        run, plan = self._run, self._plan
+        self._report.step(self._name, (self._store.steps() or [0])[-1], "compiling")
+        abstract, compiled = self._setup.compile_step(plan)
         self._state = self._start(abstract)
         compile_seconds, first = time.perf_counter() - self._begin, self._mark[0]
         self._since = time.perf_counter()
@@ -107,21 +97,19 @@ class Training:
             self._evaluate(first)
         self._store.wait()
         tokens_per_second = run.steps * self._tokens / max(self._seconds, 1e-9)
-        result = (
-            {"optimizer": self._name}
-            | self._plan.settings
-            | {
-                "steps": run.steps,
-                "skipped": int(self._state.skipped),
-                "val_loss": self._val_loss,
-                "perplexity": perplexity(self._val_loss),
-                "bits_per_byte": self._bits,
-                "tokens_per_second": tokens_per_second,
-                "seconds": time.perf_counter() - self._begin,
-                "compile_seconds": compile_seconds,
-                "digest": f"{int(checkpoint.digest(self._state)):08x}",
-            }
-        )
+        result = {
+            "optimizer": self._name,
+            **plan.settings,
+            "steps": run.steps,
+            "skipped": int(self._state.skipped),
+            "val_loss": self._val_loss,
+            "perplexity": perplexity(self._val_loss),
+            "bits_per_byte": self._bits,
+            "tokens_per_second": tokens_per_second,
+            "seconds": time.perf_counter() - self._begin,
+            "compile_seconds": compile_seconds,
+            "digest": f"{int(checkpoint.digest(self._state)):08x}",
+        }
         self._report.record("result", **result)
         return result
 
@@ -129,33 +117,11 @@ class Training:
         """Wait for the checkpoint under way."""
         self._store.close()
 
-    def _compile(self) -> tuple[steps.TrainState, Any]:
-        """The abstract state, and the step compiled for it."""
-        setup, plan, config = self._setup, self._plan, self._setup.config
-        abstract = steps.abstract_state(plan.transform, setup.params, setup.mesh)
-        vocab_size, parts = setup.data.tokenizer.vocab_size, self._run.accumulate
-        chunks = steps.loss_chunks(config, vocab_size, setup.mesh, parts)
-        model = setup.graphdef, plan.transform, config, abstract
-        train_step = steps.make_train_step(*model, chunks, plan.schedule)
-        return abstract, train_step.lower(abstract, setup.tokens()).compile()
-
-    def _first_state(self, abstract: steps.TrainState) -> steps.TrainState:
-        """Of new parameters, or of those of the run that --init-from names."""
-        setup, transform = self._setup, self._plan.transform
-        if self._run.init_from is None:
-            key = jax.random.key(self._run.seed)
-            return steps.initial_state(setup.init, transform, abstract, key)
-        params, old = initial.load(setup, self._plan)
-        state = steps.initial_state(lambda p: p, transform, abstract, params)
-        if old is None:
-            return state
-        return state._replace(opt_state=optim.at_schedule_start(old))
-
     def _start(self, abstract: steps.TrainState) -> steps.TrainState:
         """The state to go on from; records of steps after it are dropped."""
         state, notes = self._store.restore(abstract)
-        state = state or self._first_state(abstract)
-        name, first = self._name, int(state.step)
+        state = state or initial.first_state(self._setup, self._plan, abstract)
+        name, first, every = self._name, int(state.step), self._run.log_every
         # A run killed between its last step and its result evaluates once more.
         last = first - (first == self._run.steps)
 
@@ -168,13 +134,11 @@ class Training:
         if self._save_options.keep_best:
             best = checkpoint.best_step(self._folder, name, self._store.steps())
             self._best_loss, self._store.best_step = best
-        every = self._run.log_every
-        seen = {r["step"] for r in records if r["kind"] == "train"}
+        times = {r["step"]: r["seconds"] for r in records if r["kind"] == "train"}
         due = {min(1, first), *range(every, first + 1, every)} - {0}
-        if lost := len(due - seen):
+        if lost := len(due - times.keys()):
             notes.append(f"{lost} of {len(due)} records up to step {first} are missing")
-        times = (r["seconds"] for r in records if r["kind"] == "train")
-        self._seconds = max(times, default=0.0)
+        self._seconds = max(times.values(), default=0.0)
         self._mark = (first, self._seconds)
         self._skipped = int(state.skipped)
         self._first_bad = first if int(state.skipped_in_a_row) else 0
@@ -195,8 +159,7 @@ class Training:
                     self._evaluate(number)
                 asked, late = self._asked(number)
                 last = bool(asked) or number == run.steps
-                regular = every and number % every == 0
-                if last or late or regular or self._due:
+                if last or late or (every and number % every == 0):
                     self._save(last=last)
                 if asked and number < run.steps:
                     self._store.wait()
@@ -222,7 +185,6 @@ class Training:
                 "tokens": number * self._tokens,
                 "seconds": self._seconds,
                 "tokens_per_second": speed,
-                "mfu": self._peak and speed * self._flops / self._peak,
                 "memory_gib": peak_memory(),
                 "skipped": int(values["skipped"]),
             }
@@ -238,7 +200,7 @@ class Training:
         fields = {"optimizer": name, "step": number, "in_a_row": n, "reason": said}
         self._report.record("skipped", **fields)
         if n >= self._run.max_bad_steps:
-            raise TrainingStopped(
+            raise Failed(
                 f"{name}: {n} steps in a row were not finite, the first of them step "
                 f"{self._first_bad} ({said}); {self._keep_good()}; try a lower "
                 "--learning-rate"
@@ -257,10 +219,8 @@ class Training:
         }
         self._report.evaluation(name, number, numbers)
         if not math.isfinite(self._val_loss):
-            said = (
-                f"{name}: the validation loss became {self._val_loss} at step {number}"
-            )
-            raise TrainingStopped(f"{said}; try a lower --learning-rate")
+            said = f"the validation loss became {self._val_loss} at step {number}"
+            raise Failed(f"{name}: {said}; try a lower --learning-rate")
         if prompt is not None:
             config, tokenizer = self._setup.config.model, self._setup.data.tokenizer
             model = sample.Model.of(config, tokenizer, self._state.params)
@@ -275,9 +235,8 @@ class Training:
     def _sound(self) -> bool:
         """Whether training can go on from here: after bad steps it may not."""
         finite = checkpoint.all_finite((self._state.params, self._state.opt_state))
-        return bool(finite) and math.isfinite(
-            self._setup.evaluate(self._state.params)[0]
-        )
+        loss, _ = self._setup.evaluate(self._state.params)
+        return bool(finite) and math.isfinite(loss)
 
     def _keep_good(self) -> str:
         """Save the newest state if it is good; where to go back to."""
@@ -291,12 +250,11 @@ class Training:
     def _save(self, *, last: bool) -> None:
         """Begin a checkpoint, after all records up to its step are on disk.
 
-        After bad steps it waits for a good one: the state may be what makes them bad,
-        and must not replace others.
+        Not after bad steps: the state may be what makes them bad, and must not replace
+        others. Only the last is saved if it is good nevertheless.
         """
         self._read(keep=0)
-        self._due = bool(self._first_bad) and not (last and self._sound())
-        if not self._due:
+        if not self._first_bad or (last and self._sound()):
             self._report.sync()
             self._store.save(self._state)
             self._saved_at = time.perf_counter()

@@ -23,8 +23,8 @@ class MatrixAxes:
     """Which axes of a parameter are a matrix's inputs, which its outputs.
 
     The layer computes ``sum over in_axis of input * parameter``. Several axes on a
-    side are flattened together; axes on neither side are batch axes: each index along
-    them is a matrix of its own (stacked layers, experts, heads).
+    side are given as a tuple and flattened together; axes on neither side are batch
+    axes: each index along them is a matrix of its own (stacked layers, experts, heads).
 
     ===========================  ======================  =============================
     parameter                    shape                   axes
@@ -36,6 +36,8 @@ class MatrixAxes:
     one matrix per head          (d, heads, k)           ``MatrixAxes(-3, -1)``
     convolution HWIO             (h, w, in, out)         ``MatrixAxes((0, 1, 2), 3)``
     convolution OIHW             (out, in, h, w)         ``MatrixAxes((1, 2, 3), 0)``
+    1-D convolution, Flax        (w, in, out)            ``MatrixAxes((0, 1), 2)``
+    1-D convolution, torch       (out, in, w)            ``MatrixAxes((1, 2), 0)``
     fused q, k, v, axis of 3     (d, 3, d)               ``MatrixAxes(-3, -1)``
     fused q, k, v, flat          (d, dq + dk + dv)       ``MatrixAxes(-2, -1, (dq, dk,
                                                          dv))``

@@ -38,9 +38,10 @@ def normalize(x: jax.Array, how: Normalization) -> tuple[jax.Array, jax.Array]:
     result neither overflow nor, where it matters, underflow.
 
     Returns:
-      The normalized matrices in float32 or better; and the eps of AOL or Schatten, in
-      units of their squares, (..., 1, 1). These two scale by the Gram matrix, which
-      ``iterate`` computes anyway.
+      The normalized matrices in float32 or better, and ``floor``, (..., 1, 1). Under
+      AOL and Schatten ``iterate`` scales them once more, by sums or a norm of the Gram
+      matrix, which it computes anyway. Their eps bounds these from below; ``floor`` is
+      that bound for the normalized matrices, and zero under other normalizations.
     """
     x = dtypes.widen(x)
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
@@ -130,7 +131,7 @@ def gram_runs(plan: Plan, m: int, n: int, dtype: jnp.dtype) -> list[list[Any]]:
 
     A run of one step is carried out on X, a longer one on the Gram matrix.
     """
-    # In bfloat16, of 8 bits, accumulating the factor loses more than it saves.
+    # The 8 bits of bfloat16 are too few for a factor that is gathered over many steps.
     wide = n >= GRAM_ASPECT * m and dtype != jnp.bfloat16
     return _split_runs(plan.triples) if wide else [[triple] for triple in plan.triples]
 
@@ -214,10 +215,11 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
 def lone_product(
     a: jax.Array, b: jax.Array, adjoint_of: Literal["a", "b"] | None = None
 ) -> jax.Array:
-    """As ``product``, of one's adjoint if so asked, fused with nothing around it.
+    """As ``product``, of the adjoint of a or b if ``adjoint_of`` names it.
 
-    XLA for GPUs times dozens of kernels for every product that differs, and what is
-    fused with it makes it differ. Those of equal shapes share the result here.
+    XLA must not fuse it with the operations around it. XLA for GPUs times dozens of
+    kernels for each product that is unlike all others, and products that are fused with
+    different operations are unlike. Unfused, those of equal shapes are timed once.
     """
     a, b = jax.lax.optimization_barrier((a, b))
     a, b = (

@@ -17,7 +17,7 @@ class EmaNesterovState(NamedTuple):
 
     Attributes:
       count: int32 scalar.
-      beta: float32 scalar, by how many mean steps the parameters are ahead now.
+      beta: float32 scalar, how many mean steps the parameters lead the iterates x.
       step: moving average of the steps, shaped like the parameters, float32 or better.
       base_state: that of the wrapped transform.
     """
@@ -36,24 +36,25 @@ def ema_nesterov(
 ) -> optax.GradientTransformationExtraArgs:
     """Takes the gradients ahead of the iterates x, by beta times their mean step m.
 
-    With A for a step of the wrapped optimizer from where it stands::
+    A(y) is the point that one step of the wrapped optimizer reaches from y::
 
         x+ = A(x + beta m)
         m+ = decay m + (1 - decay) (x+ - x)
 
-    The parameters that the training loop holds are the points x + beta m, at which it
-    takes gradients; ``ema_nesterov_eval_params`` gives x for evaluation, and as the
-    result. With beta = 0 throughout this is ``tx``.
+    The parameters that the training loop holds are the points x + beta m, where it
+    takes the gradients. ``ema_nesterov_eval_params`` returns x: evaluate x, and keep it
+    at the end of a run. With beta = 0 throughout this is ``tx``.
 
-    Every update counts as a step, with zero gradient too. So ``optax.MultiSteps`` and
-    ``optax.apply_if_finite`` go around it: inside, x would move on by beta m in the
-    steps that they leave out.
+    Every update counts as a step, even with a zero gradient. So wrap
+    ``optax.MultiSteps`` and ``optax.apply_if_finite`` around this transform, not the
+    other way round: inside of it, x would move by beta m in the steps that they skip.
 
     Args:
       tx: a complete optimizer, learning rate and decay included.
-      beta: how far ahead, in mean steps, or a schedule of it, such as
-        ``ema_nesterov_schedule``; published: 0.3 to 0.6 in the middle of training.
-      decay: of the moving average of the steps.
+      beta: how many mean steps ahead of x the gradients are taken; a number, or a
+        schedule such as ``ema_nesterov_schedule`` makes. Published: 0.3 to 0.6 in the
+        middle of training.
+      decay: decay rate of the moving average of the steps.
 
     Returns:
       The optimizer, with state ``EmaNesterovState``. Updates keep their dtype.
@@ -93,7 +94,7 @@ def ema_nesterov(
         ahead = beta_at(count)
 
         def leaf(name: str, u: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # x+ - x, of which the part beta m has been taken before.
+            # x+ - x. Its part beta m is in the parameters already.
             taken = u.astype(m.dtype) + state.beta.astype(m.real.dtype) * m
             mean = averages.average(m, taken, decay)
             moved = u.astype(m.dtype) + ahead.astype(m.real.dtype) * mean
@@ -125,8 +126,7 @@ def ema_nesterov_eval_params(state: Any, params: optax.Params) -> optax.Params:
     found = [x for x in leaves if is_state(x)]
     if len(found) != 1:
         raise ValueError(
-            f"found {len(found)} states of ema_nesterov in what was given as state;"
-            " pass the state of one"
+            f"the state holds {len(found)} EmaNesterovStates, and exactly one is needed"
         )
     beta, steps = found[0].beta, found[0].step
     empty = trees.is_empty

@@ -238,7 +238,9 @@ class MatrixRules:
 
         Args:
           params: the parameters, or their shapes.
-          shape_scale: the kind of the factor; see ``scale_by_shape``.
+          shape_scale: what the column ``factor`` shows: the factor of ``muon2`` and
+            ``muon2_f`` by default. Give the optimizer's own ``shape_scale`` if it is
+            another, as ``"keller"`` of ``muon``; see ``scale_by_shape``.
         """
         unused = [] if self.allow_unused else self._unmatched(params)
         return report.report(self._verdicts(params), shape_scale, unused)

@@ -65,7 +65,7 @@ def hyperball(
 
     Args:
       learning_rate: length of the step relative to R, or a schedule of it; of the order
-        of 0.02 to 0.06.
+        of 0.02 to 0.045. Start with 0.03.
       radius: R, a Frobenius norm in units of the parameters. None: the norm that each
         matrix has in ``init``. A number, or a function of (fan_in, fan_out): the norm
         of all matrices, which the first step with a nonzero update gives them.

@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import muon2_optax as m2
@@ -48,6 +50,23 @@ def test_code_of_a_page_runs(page, capsys):
     assert blocks
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_skeleton_of_a_transform(size):
+    (block,) = python_blocks(ROOT / "CONTRIBUTING.md")
+    names = {}
+    exec(compile(block, "CONTRIBUTING.md", "exec"), names)
+    rng = np.random.default_rng(0)
+    g = rng.standard_normal((2, 5, 7)) * np.arange(5.0)[:, None]
+    rules = m2.MatrixRules((("w", m2.MatrixAxes(-2, -1)),))
+    tx = names["equalize_inputs"](rules=rules)
+    tree = {"w": jnp.asarray(g * size, jnp.float32)}
+    updates, _ = tx.update(tree, tx.init(tree))
+    root = np.sqrt(np.mean(g**2, axis=-1, keepdims=True))
+    want = np.divide(g, root, out=np.zeros_like(g), where=root > 0)
+    # A few roundings of float32, of 6e-8 each.
+    np.testing.assert_allclose(updates["w"], want, rtol=1e-6)
 
 
 def test_first_example_has_ten_lines():

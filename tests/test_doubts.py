@@ -142,6 +142,12 @@ def test_a_line_of_the_warning_leaves_other_layers_alone(doubtful, others):
     }
 
 
+def test_numbers_in_a_line_of_the_warning_are_in_their_order():
+    tree = {f"h/{n}/w": leaf(4, 64) for n in (100, 10, 9)} | {"h/2/w": leaf(64, 64)}
+    with pytest.raises(ValueError, match=re.escape("h/(9|10|100)/w")):
+        MatrixRules().check(tree)
+
+
 def test_a_bias_beside_an_embedding_makes_it_doubtful():
     tree = {
         "sigma_embed": [{"weight": leaf(256, 64), "bias": leaf(256)}],

@@ -144,25 +144,26 @@ def test_weights_are_multiplicities():
 
 
 @pytest.mark.parametrize(
-    "spectrum, arguments",
+    "spectrum, arguments, said",
     [
-        ([], {}),
-        ([0.0, 0.0], {}),
-        ([0.5, float("nan")], {}),
-        ([-0.1, 0.5], {}),
-        ([3.0, 4.0], {}),
-        ([0.3, 0.4], {"steps": 0}),
-        ([0.3, 0.4], {"floor": 1.0}),
-        ([0.3, 0.4], {"floor": 0.0}),
-        ([0.3, 0.4], {"blend": 1.0}),
-        ([0.3, 0.4], {"weights": [1.0]}),
-        ([0.3, 0.4], {"weights": [1.0, -1.0]}),
-        ([0.3, 0.4], {"weights": [0.0, 0.0]}),
+        ([], {}, "no singular values above 0"),
+        ([0.0, 0.0], {}, "no singular values above 0"),
+        ([0.5, float("nan")], {}, "not in"),
+        ([-0.1, 0.5], {}, "not in"),
+        ([3.0, 4.0], {}, "divide by their Frobenius norm"),
+        ([0.3, 0.4], {"steps": 0}, "steps must be 1 or more"),
+        ([0.3, 0.4], {"floor": 1.0}, "floor 1.0"),
+        ([0.3, 0.4], {"floor": 0.0}, "floor 0.0"),
+        ([0.3, 0.4], {"blend": 1.0}, "blend 1.0"),
+        ([0.3, 0.4], {"blend": -0.1}, "blend -0.1"),
+        ([0.3, 0.4], {"weights": [1.0]}, "the shape of the spectrum"),
+        ([0.3, 0.4], {"weights": [1.0, -1.0]}, "weights below 0"),
+        ([0.3, 0.4], {"weights": [0.0, 0.0]}, "no singular values above 0"),
     ],
     ids=str,
 )
-def test_fit_rejects(spectrum, arguments):
-    with pytest.raises(ValueError):
+def test_fit_rejects(spectrum, arguments, said):
+    with pytest.raises(ValueError, match=said):
         fit_coefficients(spectrum, **{"steps": 2} | arguments)
 
 

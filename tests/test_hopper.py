@@ -113,6 +113,29 @@ def test_is_off_without_a_hopper_gpu():
         assert not hopper.available()
 
 
+@pytest.mark.parametrize(
+    "shape, dtype, axes, taken",
+    [
+        ((4096, 4096), "float32", m2.MatrixAxes(0, 1), True),
+        ((4096, 4096), "bfloat16", m2.MatrixAxes(1, 0), True),
+        ((3, 4096, 4096), "float16", m2.MatrixAxes(-2, -1), True),
+        ((128, 128), "float32", m2.MatrixAxes(0, 1), False),  # too small
+        ((4096, 4096), "float64", m2.MatrixAxes(0, 1), False),
+        ((4096, 4096), "complex64", m2.MatrixAxes(0, 1), False),
+        ((4096, 4096), "float32", m2.MatrixAxes(0, 1, (2048, 2048)), False),
+        ((4096, 4096, 3), "float32", m2.MatrixAxes(0, 1), False),
+        ((4092, 4096), "float32", m2.MatrixAxes(0, 1), False),  # 8 rows are copied
+        ((4096, 4128), "float32", m2.MatrixAxes(0, 1), True),  # and 128 bytes
+        ((4096, 4128), "float16", m2.MatrixAxes(0, 1), False),
+    ],
+    ids=str,
+)
+def test_leaves_whose_sums_the_kernel_takes(shape, dtype, axes, taken, monkeypatch):
+    monkeypatch.setattr(hopper, "available", lambda: True)
+    resolved = axes.resolve(shape)
+    assert hopper.takes_sums(shape, jnp.dtype(dtype), resolved) == taken
+
+
 def test_stacks_are_bounded_and_alike():
     half = jnp.dtype(jnp.float16)
     size = functools.partial(hopper.stack_size, plan=PLAN, dtype=half)

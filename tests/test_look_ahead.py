@@ -76,7 +76,7 @@ def test_among_wrappers_and_in_sixteen_bits():
 
 def test_state_of_another_optimizer():
     params = {"w": jnp.ones((2, 2))}
-    with pytest.raises(ValueError, match="found 0 states of ema_nesterov"):
+    with pytest.raises(ValueError, match="the state holds 0 EmaNesterovStates"):
         m2.ema_nesterov_eval_params(optax.sgd(0.1).init(params), params)
 
 

@@ -92,6 +92,8 @@ def test_biases_and_vectors_of_higher_rank():
 def test_a_gate_beside_experts_is_a_router():
     moe = {"gate": {"weight": leaf(8, 32)}, "experts": {"0": {"gate": leaf(32, 64)}}}
     assert matrices_of({"mlp": moe}) == {"mlp/experts/0/gate"}
+    listed = moe | {"gate": [leaf(8, 32)]}
+    assert matrices_of({"mlp": listed}) == {"mlp/experts/0/gate"}
     dense = {"gate": {"kernel": leaf(32, 64)}, "up": {"kernel": leaf(32, 64)}}
     assert len(matrices_of({"mlp": dense})) == 2
 
@@ -107,6 +109,9 @@ def test_matrices_of_a_state_space_are_known_by_its_eigenvalues():
     assert matrices_of({"B": leaf(16, 32), "C": leaf(32, 16)}) == {"B", "C"}
     low_rank = {"Lambda_im": leaf(16), "P": leaf(16, 24), "K": leaf(16, 24)}
     assert matrices_of({"dplr": low_rank, "P": leaf(16, 24)}) == {"dplr/K", "P"}
+    for beside in ("log_step", "log_dt", "log_deltas", "A_log", "nu_log"):
+        layer = {beside: leaf(16), "C": leaf(32, 16), "W": leaf(8, 8)}
+        assert matrices_of({"seq": layer}) == {"seq/W"}
 
 
 # --- weights stored (out, in) -------------------------------------------------------
@@ -161,6 +166,7 @@ def test_kernels_are_in_out_unless_their_bias_says_otherwise():
     [
         {"up_proj": (16, 40), "down_proj": (40, 16)},
         {"k_proj": (32, 8), "q_proj": (32, 32)},
+        {"key": (32, 8), "query": (32, 32)},
         {"c_fc": (16, 64), "c_proj": (64, 16)},
         {"lm_head": (16, 50), "mix": (16, 24)},
     ],

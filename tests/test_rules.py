@@ -191,6 +191,9 @@ def test_malformed_rules():
         MatrixRules((("w", (0, 1)),))
     with pytest.raises(TypeError, match="pair"):
         MatrixRules(("w", MatrixAxes(0, 1)))
+    for no_pair in (("w", MatrixAxes(0, 1), None), "wv"):
+        with pytest.raises(TypeError, match="pair"):
+            MatrixRules((no_pair,))
 
 
 def test_rules_are_values():

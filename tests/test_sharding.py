@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, KINDS, draw, known, mesh_of, place
 
 import muon2_optax as m2
+from muon2_optax import sharding
 
 RULES = m2.MatrixRules(
     (
@@ -208,3 +209,35 @@ def test_optax_contrib_muon_needs_many_more():
     assert count > 20 * sum(n for n, _ in ours.values())
     assert moved > 5 * sum(b for _, b in ours.values())
     assert math.isfinite(moved)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "sizes, spec, dims",
+    [
+        ((1, 1), P("a", "b"), ()),
+        ((2, 1), P("a", "b"), (("a",), ())),
+        ((1, 2), P(("a", "b"), None), (("b",), ())),
+        ((2, 2), P(None, ("b", "a")), ((), ("b", "a"))),
+        ((2, 2), P(), ((), ())),
+    ],
+)
+def test_a_leaf_is_divided_by_axes_of_several_devices_only(sizes, spec, dims, kind):
+    devices = jax.devices()[: math.prod(sizes)]
+    types = (kind,) * len(sizes)
+    mesh = jax.make_mesh(sizes, ("a", "b"), axis_types=types, devices=devices)
+    tree = place({"w": jnp.ones((4, 4))}, mesh, {"w": spec})
+    place_of = sharding.locate("w", tree["w"], known(tree, kind))
+    assert place_of.dims == dims
+    assert place_of.undivided == (len(devices) == 1)
+    assert place_of.on_mesh == (len(devices) > 1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_without_shardings_a_leaf_is_whole_on_a_single_device_only(count, monkeypatch):
+    devices = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), ("a",), axis_types=(AUTO,), devices=devices)
+    on_mesh = place({"w": jnp.ones((4, 4))}, mesh, {"w": P("a")})["w"]
+    assert sharding.locate("w", on_mesh).undivided == (count == 1)
+    monkeypatch.setattr(jax, "device_count", lambda: count)
+    assert sharding.locate("w", jnp.ones((4, 4))).undivided == (count == 1)

@@ -47,6 +47,7 @@ def test_every_matrix_for_itself():
         "same": history((6, 9), steps, 2),
         "layers": history((2, 5, 7), steps, 3),
         "heads": history((8, 3, 2), steps, 4),
+        "narrow": history((5, 2), steps, 6),
         "phase": history((4, 6), steps, 5, np.complex128),
     }
     with jax.enable_x64(True):
@@ -58,7 +59,7 @@ def test_every_matrix_for_itself():
 
     layers = [formula(x) for x in grads["layers"].swapaxes(-1, -2).swapaxes(0, 1)]
     heads = formula(grads["heads"].reshape(steps, 8, 6)).reshape(steps, 8, 3, 2)
-    want = {name: formula(grads[name]) for name in ("w", "same", "phase")} | {
+    want = {name: formula(grads[name]) for name in ("w", "same", "narrow", "phase")} | {
         "layers": np.stack(layers, axis=1).swapaxes(-1, -2),
         "heads": heads,
     }

@@ -194,11 +194,13 @@ def test_product_of_commuting_matrices(interpret):
 
 
 @needs_kernel
-def test_added(interpret):
-    p, x = stack((2, 128, 128)) / 16, stack((2, 128, 256), 1)
+@pytest.mark.parametrize("n, columns", [(256, None), (192, 192)])
+def test_added(n, columns, interpret):
+    p, x = stack((2, 128, 128)) / 16, stack((2, 128, n), 1)
     got = symmetric.add_product(
-        jnp.asarray(p), jnp.asarray(x), tiles=SMALL, interpret=interpret
-    )
+        jnp.asarray(p), jnp.asarray(x), columns=columns, tiles=SMALL,
+        interpret=interpret,
+    )  # fmt: skip
     p, x = p.astype(np.float64), x.astype(np.float64)
     assert relative_error(got, x + p @ x) < 1e-3
 

@@ -220,8 +220,8 @@ def _loss(size: Size, params: Any, tokens: jax.Array, windows: jax.Array) -> Any
     graphdef, _ = nnx.split(abstract, nnx.Param)
     model = nnx.merge(graphdef, params)
     features, balance = model.features(text[:, :-1])[:2]
-    total, loss = head_loss(features, model.head(), text[:, 1:], 0.0, size.loss_chunks)
-    return total + balance, loss
+    loss = head_loss(features, model.head(), text[:, 1:], size.loss_chunks)
+    return loss + balance, loss
 
 
 def _compiled(function: Callable[..., Any], *operands: Any) -> Any:

@@ -29,10 +29,10 @@ class Corpus:
     on every machine, and the same wherever the same Python is.
 
     Args:
-      paths: text files or folders.
       val_fraction: part of the bytes that is held out, if no file is named val*.
       limit: bytes to take (0: all), and `val_fraction` of it from files named val*.
-      reader: of the files.
+      field: of JSON records, that which holds the text.
+      skip_bad: leave out lines that cannot be read, and count them.
     """
 
     def __init__(
@@ -40,15 +40,16 @@ class Corpus:
         paths: Sequence[str],
         val_fraction: float,
         limit: int = 0,
-        reader: text.Reader | None = None,
+        field: str = "text",
+        skip_bad: bool = False,
     ):
-        self._fraction, self._limit = val_fraction, limit
-        # Some old sources are not UTF-8.
-        self.reader = reader or text.Reader(skip_bad=not paths)
+        self._fraction, self._limit, self._field = val_fraction, limit, field
+        self._skip_bad, self.skipped = skip_bad, 0
         self._train_files, self._val_files, others = text.find_texts(paths)
         self.name = f"text files in {' '.join(paths)}"
         if not paths:
             self._train_files, self.name = python_sources(), "Python's standard library"
+            self._skip_bad = True  # some old sources are not UTF-8
         self.files = [*self._val_files, *self._train_files]
         how = f"the last {100 * val_fraction:g} %"
         if self._val_files:
@@ -57,33 +58,34 @@ class Corpus:
         if others:
             self.notes.append(f"other files not read: {', '.join(others[:5])}")
 
+    def _bad(self, message: str) -> None:
+        self.skipped += 1
+        check(self._skip_bad, message)
+
     def groups(self, size: float = math.inf) -> Iterator[Group]:
         """All documents, once, about `size` bytes at a time.
 
         The end of each group is held out. Files named val* are a group of their own
         instead: the first, so that what is found in both parts is left out of training.
         """
-        seen: set[int] = set()
+        seen, fraction, beside = set[int](), self._fraction, ""
         if self._val_files:
-            most = max(1, int(self._limit * self._fraction)) if self._limit else 0
+            most = max(1, int(self._limit * fraction)) if self._limit else 0
             val = list(self._take(self._val_files, most, seen))
             said = "no text in it; files named val* are the validation text: fill or"
             check(bool(val), f"{self._val_files[0]}: {said} remove it")
             yield [], val
+            fraction, beside = 0.0, " beside that of files named val*"
         group, held, before = list[bytes](), 0, len(seen)
         for document in self._take(self._train_files, self._limit, seen):
             group.append(document)
             held += len(document)
             if held >= size:
-                yield self._split(group)
+                yield split(group, fraction)
                 group, held = [], 0
         if group:
-            yield self._split(group)
-        beside = " beside that of files named val*" if self._val_files else ""
+            yield split(group, fraction)
         check(len(seen) > before, f"{self.name}: no text in it{beside}")
-
-    def _split(self, group: list[bytes]) -> Group:
-        return (group, []) if self._val_files else split(group, self._fraction)
 
     def _take(
         self, files: Sequence[Path], limit: int, seen: set[int]
@@ -93,7 +95,7 @@ class Corpus:
         Whether its last line has an end makes no other text.
         """
         room = limit or math.inf
-        for document in self.reader.documents(files):
+        for document in text.documents(files, self._field, self._bad):
             # 64 bits tell a billion documents apart, and take little memory.
             digest = hashlib.sha256(document.rstrip(b"\r\n")).digest()[:8]
             if (key := int.from_bytes(digest)) in seen:

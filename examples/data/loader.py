@@ -15,7 +15,7 @@ from examples.config import Config, DataConfig
 from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.corpus import Corpus
-from examples.options import check
+from examples.options import check, flag
 
 # Token ids, or another number per token, one after the other.
 Stream = np.ndarray | shards.ShardStream
@@ -76,23 +76,14 @@ class TrainBatches:
         return batch
 
 
-@dataclass(frozen=True)
-class EvalBatches:
-    """Fixed windows of the validation stream, spread evenly over it.
+def eval_batches(
+    stream: Stream, batch_size: int, seq_len: int, max_tokens: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Windows of about `max_tokens` tokens (0: all), spread evenly over a stream.
 
     Each batch is (tokens (B, L+1), weight (B,)); the last batch is filled up with rows
     of weight zero, so that every batch has the same shape.
     """
-
-    batches: list[tuple[np.ndarray, np.ndarray]]
-    tokens: int
-    bytes: int
-
-
-def eval_batches(
-    stream: Stream, byte_counts: Stream, batch_size: int, seq_len: int, max_tokens: int
-) -> EvalBatches:
-    """Choose about `max_tokens` validation tokens (0: all) and count their bytes."""
     windows = max(0, len(stream) - 1) // seq_len
     check(
         windows > 0,
@@ -102,12 +93,10 @@ def eval_batches(
     wanted = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
     starts = (np.arange(wanted) * windows // wanted * seq_len).tolist()
     rows = np.stack([stream[i : i + seq_len + 1] for i in starts]).astype(np.int32)
-    covered = sum(int(byte_counts[i + 1 : i + 1 + seq_len].sum()) for i in starts)
     rows = np.pad(rows, ((0, -wanted % batch_size), (0, 0)))
     weight = (np.arange(len(rows)) < wanted).astype(np.float32)
     parts = (slice(i, i + batch_size) for i in range(0, len(rows), batch_size))
-    batches = [(rows[part], weight[part]) for part in parts]
-    return EvalBatches(batches, wanted * seq_len, covered)
+    return [(rows[part], weight[part]) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -120,57 +109,47 @@ class Dataset:
     about: dict[str, Any]
     tokenizer: tok.Tokenizer
     train: TrainBatches
-    val: EvalBatches
+    val: list[tuple[np.ndarray, np.ndarray]]
+
+    @property
+    def val_tokens(self) -> int:
+        """How many tokens a validation looks at."""
+        return int(sum(weight.sum() for _, weight in self.val)) * self.train.seq_len
 
 
-# A description of the text, its tokenizer, and three streams: the training tokens, the
-# validation tokens, and how many bytes of text each validation token stands for.
-_Source = tuple[dict[str, Any], tok.Tokenizer, list[Any]]
-
-
-def _from_text(config: DataConfig) -> _Source:
+def _from_text(config: DataConfig) -> tuple[dict[str, Any], tok.Tokenizer, Any]:
+    """A description of the text, its tokenizer, and the stream of each split."""
     corpus = Corpus(config.data, config.val_fraction, config.max_bytes)
-    train, val = (list(chain(*part)) for part in zip(*corpus.groups()))
-    tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, train)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    parts = [list(chain(*part)) for part in zip(*corpus.groups())]
+    tokenizer = tok.make_tokenizer(config.tokenizer, config.vocab_size, parts[0])
     about: dict[str, Any] = {"source": corpus.name, "notes": corpus.notes}
     # Of the ids, not of a tokenizer.json: its layout changes with its library.
-    sha, streams = hashlib.sha256(str(tokenizer.vocab_size).encode()), []
-    for name, documents in (("train", train), ("val", val)):
-        stream = tok.stream(tokenizer.encode(documents), tokenizer.end_id, dtype)
-        sizes = len(documents), sum(map(len, documents)), len(stream)
-        about[name] = dict(zip(("documents", "bytes", "tokens"), sizes))
-        sha.update(stream.data)
+    sha, streams = hashlib.sha256(str(tokenizer.vocab_size).encode()), {}
+    for split, documents in zip(("train", "val"), parts):
+        streams[split] = ids = tok.stream(tokenizer, documents)
+        sizes = len(documents), sum(map(len, documents)), len(ids)
+        about[split] = dict(zip(("documents", "bytes", "tokens"), sizes))
+        sha.update(ids.data)
         sha.update(b"".join(documents))
-        streams.append(stream)
-    # The end of a document is a token to predict, but it is no byte of the text.
-    streams.append(tok.stream(tokenizer.byte_counts(val), 0, np.int64))
     return about | {"digest": sha.hexdigest()[:16]}, tokenizer, streams
-
-
-def _from_shards(config: DataConfig, folder: shards.Folder) -> _Source:
-    for name in ("tokenizer", "vocab_size", "max_bytes", "val_fraction"):
-        given = getattr(config, name) != getattr(DataConfig(), name)
-        said = "token shards bring their own tokenizer and split; leave it out"
-        check(not given, f"--{name.replace('_', '-')}: {said}")
-    source = f"{len(folder.shards)} token shards in {folder.path}"
-    about: dict[str, Any] = {"source": source, "notes": [], "digest": folder.digest()}
-    about |= {split: folder.counts(split) for split in ("train", "val")}
-    streams = [folder.stream(split) for split in ("train", "val", "val_bytes")]
-    return about, folder.tokenizer(), streams
 
 
 def load(config: Config) -> Dataset:
     """Token shards if `--data` is a folder of them, else text to read and tokenize."""
-    folder = shards.find(config.data.data)
+    folder, run = shards.find(config.data.data), config.run
     if folder is None:
         about, tokenizer, streams = _from_text(config.data)
     else:
-        about, tokenizer, streams = _from_shards(config.data, folder)
+        for name in ("tokenizer", "vocab_size", "max_bytes", "val_fraction"):
+            given = getattr(config.data, name) != getattr(DataConfig(), name)
+            said = "token shards bring their own tokenizer and split; leave it out"
+            check(not given, f"{flag(name)}: {said}")
+        about, tokenizer = folder.about(), folder.tokenizer()
+        streams = {split: folder.stream(split) for split in ("train", "val")}
     about["digest"] = f"{_ORDER_VERSION}-{about['digest']}"
-    sizes, run = (config.run.batch_size, config.model.seq_len), config.run
-    train = TrainBatches(streams[0], *sizes, run.seed)
-    val = eval_batches(streams[1], streams[2], *sizes, run.eval_tokens)
+    sizes = run.batch_size, config.model.seq_len
+    train = TrainBatches(streams["train"], *sizes, run.seed)
+    val = eval_batches(streams["val"], *sizes, run.eval_tokens)
     return Dataset(about, tokenizer, train, val)
 
 

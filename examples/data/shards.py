@@ -1,9 +1,10 @@
 """Token shards: raw little-endian arrays on disk, and the index that vouches for them.
 
 A folder holds `train_00000.bin`, `val_00000.bin`, ... (one unsigned integer per token,
-every document ended by the separator), `val_00000.bytes` (the bytes of text that each
-validation token stands for), `tokenizer.json`, and `index.json`, which lists all files
-that are written and says whether they are all. Shards end where a document ends.
+every document ended by the separator), `tokenizer.json`, and `index.json`, which lists
+all files that are written and says whether they are all. Shards end where a document
+ends. Of each the index has the name, the split (train or val), the dtype, how many
+documents, bytes of text and tokens it holds, and checksums of it and of its blocks.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ import numpy as np
 
 from examples.data import tokens as tok
 from examples.files import read_json, write_atomically
-from examples.options import UserError, check
+from examples.options import check
 
 INDEX = "index.json"
 FORMAT = "token shards, version 2"
@@ -26,18 +27,7 @@ FORMAT = "token shards, version 2"
 _BLOCK = 1 << 16
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One file: what is in it, its checksum, and one for each block of it."""
-
-    name: str
-    split: str  # train, val or val_bytes
-    dtype: str
-    documents: int
-    bytes: int
-    tokens: int
-    sha256: str
-    blocks: Sequence[int]
+Shard = dict[str, Any]  # as it is in the index
 
 
 def write_shard(
@@ -45,16 +35,16 @@ def write_shard(
 ) -> Shard:
     """Write a number for each token of some documents, `size` bytes of text."""
     raw = data.tobytes()
-    sha256 = write_atomically(file, [raw])
-    blocks = [zlib.crc32(raw[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK)]
-    sizes = documents, size, len(data)
-    return Shard(file.name, split, data.dtype.str, *sizes, sha256, blocks)
-
-
-def file_sha256(path: Path) -> str:
-    """Checksum of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "name": file.name,
+        "split": split,
+        "dtype": data.dtype.str,
+        "documents": documents,
+        "bytes": size,
+        "tokens": len(data),
+        "sha256": write_atomically(file, [raw]),
+        "blocks": [zlib.crc32(raw[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK)],
+    }
 
 
 class ShardStream:
@@ -66,9 +56,10 @@ class ShardStream:
 
     def __init__(self, folder: Path, shards: Sequence[Shard]):
         self._folder, self._shards = folder, shards
-        self._maps = [np.memmap(folder / s.name, s.dtype, mode="r") for s in shards]
+        names = ((folder / shard["name"], shard["dtype"]) for shard in shards)
+        self._maps = [np.memmap(path, dtype, mode="r") for path, dtype in names]
         self._starts = np.cumsum([0, *map(len, self._maps)])
-        self._checked = [np.zeros(len(s.blocks), bool) for s in shards]
+        self._checked = [np.zeros(len(s["blocks"]), bool) for s in shards]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -79,24 +70,25 @@ class ShardStream:
         behind = int(np.searchsorted(self._starts, stop))
         pieces = [self._maps[0][:0]]
         for number in range(first, behind):
-            begin = int(self._starts[number])
-            pieces.append(self._piece(number, max(0, start - begin), stop - begin))
+            begin, array = int(self._starts[number]), self._maps[number]
+            span = slice(max(0, start - begin), min(len(array), stop - begin))
+            self._check(number, span)
+            pieces.append(array[span])
         return np.concatenate(pieces)
 
-    def _piece(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Part of a shard, checked."""
-        shard, array = self._shards[number], self._maps[number][:stop]
-        per_block = _BLOCK // array.itemsize
-        for block in range(start // per_block, -(-len(array) // per_block)):
+    def _check(self, number: int, span: slice) -> None:
+        shard, array = self._shards[number], self._maps[number]
+        size = _BLOCK // array.itemsize
+        for block in range(span.start // size, -(-span.stop // size)):
             if not self._checked[number][block]:
-                content = self._maps[number][block * per_block :][:per_block]
+                content = array[block * size :][:size].tobytes()
+                said = f"altered since it was written (block {block:,})"
                 check(
-                    zlib.crc32(content.tobytes()) == shard.blocks[block],
-                    f"{self._folder / shard.name}: altered since it was written (block "
-                    f"{block:,}); put that file back or prepare the folder anew",
+                    zlib.crc32(content) == shard["blocks"][block],
+                    f"{self._folder / shard['name']}: {said}; put that file back or "
+                    "prepare the folder anew",
                 )
                 self._checked[number][block] = True
-        return array[start:]
 
 
 @dataclass(frozen=True)
@@ -104,48 +96,37 @@ class Folder:
     """A folder of shards, its sizes checked."""
 
     path: Path
-    shards: tuple[Shard, ...]
     index: dict[str, Any]
 
     def split(self, name: str) -> list[Shard]:
         """The shards of one split."""
-        return [shard for shard in self.shards if shard.split == name]
+        return [shard for shard in self.index["shards"] if shard["split"] == name]
 
     def counts(self, split: str) -> dict[str, int]:
         """Documents, bytes of text and tokens of a split."""
-        parts, names = self.split(split), ("documents", "bytes", "tokens")
-        return {name: sum(getattr(part, name) for part in parts) for name in names}
+        names = ("documents", "bytes", "tokens")
+        return {name: sum(shard[name] for shard in self.split(split)) for name in names}
 
     def stream(self, split: str) -> ShardStream:
-        """The token ids of a split, or (val_bytes) the bytes they stand for."""
+        """The token ids of a split."""
         return ShardStream(self.path, self.split(split))
 
-    def digest(self) -> str:
-        """Names the exact tokens, their order, the split and the tokenizer."""
-        lines = [f"{s.split} {s.tokens} {s.sha256}\n" for s in self.shards]
+    def about(self) -> dict[str, Any]:
+        """A description; `digest` names tokens, their order, split and tokenizer."""
+        shards = self.index["shards"]
+        lines = [f"{s['split']} {s['tokens']} {s['sha256']}\n" for s in shards]
         lines.append(self.index["tokenizer"]["sha256"])
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        source = f"{len(shards)} token shards in {self.path}"
+        counts = {split: self.counts(split) for split in ("train", "val")}
+        return {"source": source, "notes": [], "digest": digest, **counts}
 
     def tokenizer(self) -> tok.Tokenizer:
         """The tokenizer that made the shards; another one in its place is refused."""
-        path, made = self.path / tok.FILE, self.index["tokenizer"]
-        same = file_sha256(path) == made["sha256"]
-        tokenizer = tok.load_tokenizer(path) if same else None
-        if tokenizer is None or tokenizer.vocab_size != made["vocab_size"]:
-            raise UserError(
-                f"{path}: not the tokenizer that made the shards (by its checksum or "
-                f"size in {INDEX}); put that file back or prepare the folder anew"
-            )
+        made = self.index["tokenizer"]
+        tokenizer = tok.load_tokenizer(self.path / tok.FILE, made["sha256"])
         tokenizer.name = made["name"]
         return tokenizer
-
-    def verify(self) -> None:
-        """Read every file and compare its checksum; all that differ are named."""
-        files = {shard.name: shard.sha256 for shard in self.shards}
-        files[tok.FILE] = self.index["tokenizer"]["sha256"]
-        bad = [n for n, sha in files.items() if file_sha256(self.path / n) != sha]
-        said = f"altered since it was written: {', '.join(bad)}"
-        check(not bad, f"{self.path}: {said}; prepare the folder anew")
 
 
 def open_folder(path: Path, *, finished: bool = True) -> Folder:
@@ -160,16 +141,18 @@ def open_folder(path: Path, *, finished: bool = True) -> Folder:
     check(known, f"{path / INDEX}: not of the format {FORMAT!r}; prepare it anew")
     said = "its preparation was interrupted; run examples.prepare again"
     check(index.get("finished", True) or not finished, f"{path}: {said}")
-    shards = tuple(Shard(**record) for record in index["shards"])
     problems = [f"{tok.FILE} is missing"] if not (path / tok.FILE).is_file() else []
-    for shard in shards:
-        wanted = shard.tokens * np.dtype(shard.dtype).itemsize
-        if not (path / shard.name).exists():
-            problems.append(f"{shard.name} is missing")
-        elif (size := (path / shard.name).stat().st_size) != wanted:
-            problems.append(f"{shard.name} has {size:,} bytes instead of {wanted:,}")
+    for shard in index["shards"]:
+        name, wanted = (
+            shard["name"],
+            shard["tokens"] * np.dtype(shard["dtype"]).itemsize,
+        )
+        if not (path / name).exists():
+            problems.append(f"{name} is missing")
+        elif (size := (path / name).stat().st_size) != wanted:
+            problems.append(f"{name} has {size:,} bytes instead of {wanted:,}")
     check(not problems, f"{path}: {'; '.join(problems)}; prepare the folder anew")
-    return Folder(path, shards, index)
+    return Folder(path, index)
 
 
 def find(paths: Sequence[str]) -> Folder | None:

@@ -66,71 +66,66 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-class Reader:
-    """Reads documents of files; counts what is left out.
+def documents(
+    paths: Sequence[Path], field: str, bad: Callable[[str], None]
+) -> Iterator[bytes]:
+    """The UTF-8 documents of the files; blank ones between separators go.
 
-    Args:
-      field: the field of a JSON record that holds the text.
-      skip_bad: leave out lines that cannot be read.
+    The text is in this `field` of JSON records; `bad` is told of lines that cannot be
+    read.
     """
+    for path in paths:
+        lines = _lines(path, bad)
+        json_lines = ".jsonl" in path.suffixes
+        found = _records(lines, field, bad) if json_lines else _texts(lines)
+        yield from (document for document in found if document.strip())
 
-    def __init__(self, field: str = "text", skip_bad: bool = False):
-        self._field, self._skip_bad, self.skipped = field, skip_bad, 0
 
-    def documents(self, paths: Sequence[Path]) -> Iterator[bytes]:
-        """The UTF-8 documents of the files; blank ones between separators go."""
-        for path in paths:
-            json_lines = ".jsonl" in path.suffixes
-            found = self._records(path) if json_lines else self._texts(path)
-            yield from (document for document in found if document.strip())
-
-    def _bad(self, message: str) -> None:
-        if not self._skip_bad:
-            raise UserError(message)
-        self.skipped += 1
-
-    def _lines(self, path: Path) -> Iterator[tuple[str, bytes]]:
-        """The place and the bytes of each line. A byte order mark goes."""
-        number = 0
-        try:
-            for number, line in enumerate(_split_lines(_chunks(path)), start=1):
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                place = f"{path}, line {number}"
-                try:
-                    line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    self._bad(f"{place}: invalid UTF-8 ({error})")
-                else:
-                    yield place, line
-        except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-            damaged = "" if isinstance(error, OSError) else "corrupt or truncated: "
-            said = f"{path}, after line {number}: {damaged}{error}"
-            raise UserError(said) from None
-
-    def _records(self, path: Path) -> Iterator[bytes]:
-        for place, line in self._lines(path):
-            if not line.strip():
-                continue
+def _lines(path: Path, bad: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
+    """The place and the bytes of each line. A byte order mark goes."""
+    number = 0
+    try:
+        for number, line in enumerate(_split_lines(_chunks(path)), start=1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            place = f"{path}, line {number}"
             try:
-                document = json.loads(line)[self._field].encode("utf-8")
-            except (KeyError, TypeError, AttributeError, IndexError):
-                self._bad(f'{place}: no string field "{self._field}"')
-            except (ValueError, RecursionError) as error:  # or a lone surrogate
-                self._bad(f"{place}: invalid JSON ({error})")
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                bad(f"{place}: invalid UTF-8 ({error})")
             else:
-                yield document
+                yield place, line
+    except (lzma.LZMAError, zlib.error, EOFError, OSError) as error:
+        damaged = "" if isinstance(error, OSError) else "corrupt or truncated: "
+        raise UserError(f"{path}, after line {number}: {damaged}{error}") from None
 
-    def _texts(self, path: Path) -> Iterator[bytes]:
-        lines, size = list[bytes](), 0
-        for _, line in self._lines(path):
-            separator = line.strip() == SEPARATOR
-            if not separator:
-                lines.append(line)
-                size += len(line)
-            if separator or size >= _LONGEST:
-                yield b"".join(lines)
-                lines, size = [], 0
-        yield b"".join(lines)
+
+def _records(
+    lines: Iterator[tuple[str, bytes]], field: str, bad: Callable[[str], None]
+) -> Iterator[bytes]:
+    for place, line in lines:
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)[field].encode("utf-8")
+        except (KeyError, TypeError, AttributeError, IndexError):
+            bad(f'{place}: no string field "{field}"')
+        except (ValueError, RecursionError) as error:  # or a lone surrogate
+            bad(f"{place}: invalid JSON ({error})")
+        else:
+            yield document
+
+
+def _texts(lines: Iterator[tuple[str, bytes]]) -> Iterator[bytes]:
+    parts, size = list[bytes](), 0
+    for _, line in lines:
+        separator = line.strip() == SEPARATOR
+        if not separator:
+            parts.append(line)
+            size += len(line)
+        if separator or size >= _LONGEST:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join(parts)
 
 
 def find_texts(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[str]]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,15 @@ _AT_ONCE = 128
 
 
 class ByteTokenizer:
-    """One token per byte, and one more for the end of a document.
-
-    A tokenizer gives, for each of some documents, token ids without a separator
-    (`encode`) and the bytes that each of them stands for (`byte_counts`).
-    """
+    """One token per byte, and one more for the end of a document."""
 
     name = "bytes"
     vocab_size = 257
     end_id = 256
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The token ids of each document, without a separator."""
         return [np.frombuffer(text, np.uint8) for text in documents]
-
-    def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        return [np.ones(len(text), np.int64) for text in documents]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some tokens, separators left out."""
@@ -46,17 +40,12 @@ class ByteTokenizer:
         """The file in which the tokenizer is kept."""
         return b'{"model": {"type": "bytes"}}\n'
 
-    def save(self, path: Path) -> str:
-        """Write the file; returns its SHA-256."""
-        return write_atomically(path, [self.content()])
-
 
 class SubwordTokenizer:
     """A tokenizer of the `tokenizers` library."""
 
     def __init__(self, tokenizer: Any, name: str):
-        self.name = name
-        self._tokenizer = tokenizer
+        self.name, self._tokenizer = name, tokenizer
         # A separator spelled out inside a document is text like any other.
         tokenizer.encode_special_tokens = True
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
@@ -66,18 +55,14 @@ class SubwordTokenizer:
             end_id, self.vocab_size = self.vocab_size, self.vocab_size + 1
         self.end_id = end_id
 
-    def _encode(self, documents: Sequence[bytes]) -> Iterator[Any]:
+    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        found: list[np.ndarray] = []
         for first in range(0, len(documents), _AT_ONCE):
             part = documents[first : first + _AT_ONCE]
             texts = [document.decode("utf-8") for document in part]
-            yield from self._tokenizer.encode_batch(texts, add_special_tokens=False)
-
-    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        return [np.asarray(item.ids, np.int32) for item in self._encode(documents)]
-
-    def byte_counts(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        pairs = zip(documents, self._encode(documents), strict=True)
-        return [_bytes_per_token(text, item.offsets) for text, item in pairs]
+            made = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            found += (np.asarray(item.ids, np.int32) for item in made)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in map(int, ids) if i != self.end_id]
@@ -86,46 +71,24 @@ class SubwordTokenizer:
     def content(self) -> bytes:
         return self._tokenizer.to_str(pretty=True).encode()
 
-    def save(self, path: Path) -> str:
-        # Its own `save` raises bare Exception where the file cannot be written.
-        return write_atomically(path, [self.content()])
-
 
 Tokenizer = ByteTokenizer | SubwordTokenizer
 
 
-def _bytes_per_token(document: bytes, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Share the bytes of a document out over its tokens, each byte exactly once.
-
-    Offsets count characters, and the tokens of a character that was split into bytes
-    all carry the offsets of the whole: the first of them is given all its bytes.
-    """
-    raw = np.frombuffer(document, np.uint8)
-    starts = np.flatnonzero((raw & 0xC0) != 0x80)  # bytes that begin a character
-    byte_at = np.append(starts, len(raw))
-    ends = np.asarray([end for _, end in offsets], np.int64)
-    ends = np.maximum.accumulate(ends)
-    if len(ends):
-        ends[-1] = len(starts)  # what follows the last token counts as well
-    return np.diff(byte_at[ends], prepend=0)
+def save(tokenizer: Tokenizer, path: Path) -> str:
+    """Write the tokenizer's file; returns its SHA-256."""
+    # The library's own `save` raises bare Exception where the file cannot be written.
+    return write_atomically(path, [tokenizer.content()])
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:
     """Train a byte-level BPE on the documents; a terminal shows how far it is."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
-    )
+    bpe = tokenizers.ByteLevelBPETokenizer()
     texts = (document.decode("utf-8") for document in documents)
-    tokenizer.train_from_iterator(texts, trainer=trainer)
-    return SubwordTokenizer(tokenizer, f"bpe {tokenizer.get_vocab_size()}")
+    more: Any = {"special_tokens": [END], "show_progress": sys.stderr.isatty()}
+    bpe.train_from_iterator(texts, vocab_size, min_frequency=0, **more)
+    trained = tokenizers.Tokenizer.from_str(bpe.to_str())
+    return SubwordTokenizer(trained, f"bpe {trained.get_vocab_size()}")
 
 
 def load_tokenizer(path: Path, sha256: str | None = None) -> Tokenizer:
@@ -141,14 +104,13 @@ def load_tokenizer(path: Path, sha256: str | None = None) -> Tokenizer:
         text = raw.decode()
         if json.loads(text)["model"].get("type") == "bytes":
             return ByteTokenizer()
-        tokenizer = tokenizers.Tokenizer.from_str(text)
+        return SubwordTokenizer(tokenizers.Tokenizer.from_str(text), str(path))
     except OSError as error:
         raise UserError(f"--tokenizer {path}: {error.strerror}") from None
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
-    return SubwordTokenizer(tokenizer, str(path))
 
 
 def make_tokenizer(name: str, vocab_size: int, documents: Iterable[bytes]) -> Tokenizer:
@@ -160,7 +122,8 @@ def make_tokenizer(name: str, vocab_size: int, documents: Iterable[bytes]) -> To
     return load_tokenizer(Path(name))
 
 
-def stream(pieces: Sequence[np.ndarray], end: int, dtype: Any) -> np.ndarray:
-    """Join per-document arrays, each followed by `end`."""
-    ended = (part for piece in pieces for part in (piece, [end]))
+def stream(tokenizer: Tokenizer, documents: Sequence[bytes]) -> np.ndarray:
+    """The token ids of documents, each followed by the tokenizer's separator."""
+    dtype, end = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4", [tokenizer.end_id]
+    ended = (part for ids in tokenizer.encode(documents) for part in (ids, end))
     return np.concatenate([np.asarray(part, dtype) for part in ended])

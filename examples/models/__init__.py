@@ -1,6 +1,6 @@
 """The decoders, and what the trainer asks of them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
@@ -43,29 +43,14 @@ def matrix_rules(config: ModelConfig) -> m2.MatrixRules:
     return m2.MatrixRules(rules, strict=True)
 
 
-class Sizes(NamedTuple):
-    """Of a model; FLOPs are those of a training step, for MFU.
+def count_parameters(config: ModelConfig, params: Any) -> tuple[int, int]:
+    """All of them, and those that one token passes through: fewer in an MoE.
 
-    They are the products of the forward pass and twice that for the backward pass; of
-    attention the half that a causal mask leaves. Recomputation, lookups and elementwise
-    work are left out.
+    `params` may be their shapes.
     """
-
-    parameters: int
-    active: int  # that one token passes through; all, but for an MoE
-    flops_per_token: float
-
-
-def sizes(config: ModelConfig, params: Any) -> Sizes:
-    """Counted from the parameters, or from their shapes."""
-    total = active = multiplied = 0.0
+    total = active = 0.0
     for path, leaf in jax.tree.leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        expert = "/experts/" in name
-        used = leaf.size * (config.active_experts / config.experts if expert else 1)
-        total, active = total + leaf.size, active + used
-        tied_head = name == "embed/embedding" and "lm_head" not in params
-        if expert or tied_head or name.endswith("/kernel"):
-            multiplied += used if "router" not in name else leaf.size
-    attention = config.layers * 2 * config.seq_len * config.dim
-    return Sizes(int(total), int(active), 3.0 * (2 * multiplied + attention))
+        expert = "/experts/" in jax.tree_util.keystr(path, simple=True, separator="/")
+        total += leaf.size
+        active += leaf.size * (config.active_experts / config.experts if expert else 1)
+    return int(total), int(active)

@@ -19,6 +19,12 @@ from examples.models.attention import Attention, Cache
 from examples.models.moe import Mixture
 from examples.options import check
 
+# What is not computed anew in the backward pass, by --remat.
+_KEPT = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
 
 class Features(NamedTuple):
     """What comes out of the blocks."""
@@ -69,17 +75,6 @@ class Decoder(nnx.Module):
                 *size, jnp.dtype(config.dtype), rngs, gain=gain
             )
 
-    def _embedded(self, tokens_BxL: jax.Array, position: Any) -> jax.Array:
-        x_BxLxD, config = self.embed(tokens_BxL), self.config
-        if config.architecture != "gpt":
-            return x_BxLxD  # the blocks rotate by the position
-        length, longest = tokens_BxL.shape[1], config.seq_len
-        said = f"{length} tokens exceed the {longest} learned positions of this model"
-        check(length <= longest, f"{said} (--seq-len)")
-        table_MxD = self.position_table[...]
-        position_LxD = jax.lax.dynamic_slice_in_dim(table_MxD, position, length)
-        return x_BxLxD + position_LxD.astype(config.dtype)[None]
-
     def head(self) -> jax.Array:
         """The matrix (D, V) that makes logits of features, in float32."""
         tied = self.config.architecture == "gpt"
@@ -93,9 +88,15 @@ class Decoder(nnx.Module):
         With `caches` the tokens stand at `position` and what follows, and see what was
         cached before it.
         """
-        x_BxLxD = self._embedded(tokens_BxL, position)
-        run = self.config, self.blocks, x_BxLxD, position, caches
-        x_BxLxD, loss, caches = _run(*run)
+        x_BxLxD, config = self.embed(tokens_BxL), self.config
+        if config.architecture == "gpt":  # the blocks of others rotate by the position
+            length, most = tokens_BxL.shape[1], config.seq_len
+            said = f"{length} tokens exceed the {most} learned positions of this model"
+            check(length <= most, f"{said} (--seq-len)")
+            table_MxD = self.position_table[...]
+            position_LxD = jax.lax.dynamic_slice_in_dim(table_MxD, position, length)
+            x_BxLxD = x_BxLxD + position_LxD.astype(config.dtype)[None]
+        x_BxLxD, loss, caches = _run(config, self.blocks, x_BxLxD, position, caches)
         x_BxLxD = constrain(self.final_norm(x_BxLxD), BATCH, None, None)
         return Features(x_BxLxD, loss, caches)
 
@@ -139,19 +140,6 @@ def make_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Any:
     return nnx.List([nnx.merge(graphdef, layer) for layer in single])
 
 
-def _recomputed(config: ModelConfig, function: Callable[..., Any]) -> Any:
-    """The function with what `--remat` says computed anew in the backward pass."""
-    if config.remat == "none":
-        return function
-    policies = jax.checkpoint_policies
-    policy = {
-        "dots": policies.dots_with_no_batch_dims_saveable,
-        "full": policies.nothing_saveable,
-    }[config.remat]
-    # Under a scan nothing can be merged across the boundary, so no barrier is needed.
-    return jax.checkpoint(function, policy=policy, prevent_cse=not config.scan_layers)
-
-
 def _run(
     config: ModelConfig, blocks: Any, x_BxLxD: jax.Array, position: Any, caches: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
@@ -162,7 +150,11 @@ def _run(
             x_BxLxD = constrain(x_BxLxD, BATCH, None, None)
             return nnx.merge(graphdef, params)(x_BxLxD, position, cache)
 
-        return _recomputed(config, apply)
+        if config.remat == "none":
+            return apply
+        # Nothing can be merged across the boundary of a scan: it needs no barrier.
+        again = {"policy": _KEPT[config.remat], "prevent_cse": not config.scan_layers}
+        return jax.checkpoint(apply, **again)
 
     if config.scan_layers:
         graphdef, stacked = nnx.split(blocks, nnx.Param)

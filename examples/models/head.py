@@ -83,30 +83,21 @@ def token_losses(
     return _join(jax.lax.map(part, parts))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def head_loss(
-    x_BxLxD: jax.Array,
-    w_DxV: jax.Array,
-    targets_BxL: jax.Array,
-    z_weight: float,
-    chunks: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Mean cross entropy plus `z_weight` times the mean squared log-sum-exp, and the
-    mean cross entropy alone.
+    x_BxLxD: jax.Array, w_DxV: jax.Array, targets_BxL: jax.Array, chunks: int
+) -> jax.Array:
+    """The mean cross entropy.
 
-    Only the first result has a derivative. It is computed along with the result, chunk
-    of positions by chunk, so that nothing is computed twice. It rounds the logits'
-    derivative to the compute dtype, for which there are fast products.
+    Its derivative is computed along with it, chunk of positions by chunk, so that
+    nothing is computed twice. It rounds the logits' derivative to the compute dtype,
+    for which there are fast products.
     """
-    return _forward(x_BxLxD, w_DxV, targets_BxL, z_weight, chunks)[0]
+    return _forward(x_BxLxD, w_DxV, targets_BxL, chunks)[0]
 
 
 def _forward(
-    x_BxLxD: jax.Array,
-    w_DxV: jax.Array,
-    targets_BxL: jax.Array,
-    z_weight: float,
-    chunks: int,
+    x_BxLxD: jax.Array, w_DxV: jax.Array, targets_BxL: jax.Array, chunks: int
 ) -> tuple[Any, Any]:
     w_DxW = padded(w_DxV.astype(x_BxLxD.dtype))
     count = targets_BxL.size
@@ -116,25 +107,22 @@ def _forward(
         logits_BxCxW, target_BxCxW, lse_BxC, nll_BxC = _sums(
             x_BxCxD, w_DxW, targets_BxC, w_DxV.shape[1]
         )
-        scale_BxC = (1 + 2 * z_weight * lse_BxC) / count
-        g_BxCxW = jnp.exp(logits_BxCxW - lse_BxC[..., None]) * scale_BxC[..., None]
-        g_BxCxW = (g_BxCxW - target_BxCxW / count).astype(x_BxCxD.dtype)
+        p_BxCxW = jnp.exp(logits_BxCxW - lse_BxC[..., None]) * (1 / count)
+        g_BxCxW = (p_BxCxW - target_BxCxW / count).astype(x_BxCxD.dtype)
         dx_BxCxD = jnp.einsum("blw,dw->bld", g_BxCxW, w_DxW)
         dw_DxW += wide_product("bld,blw->dw", x_BxCxD, g_BxCxW)
-        return dw_DxW, (dx_BxCxD, nll_BxC.sum(), jnp.square(lse_BxC).sum())
+        return dw_DxW, (dx_BxCxD, nll_BxC.sum())
 
     start = constrain(jnp.zeros(w_DxW.shape, jnp.float32), None, "tensor")
     parts = _cut(x_BxLxD, chunks), _cut(targets_BxL, chunks)
-    dw_DxW, (dx, nll, z) = jax.lax.scan(part, start, parts)
+    dw_DxW, (dx, nll) = jax.lax.scan(part, start, parts)
     dw_DxV = dw_DxW[:, : w_DxV.shape[1]].astype(w_DxV.dtype)
-    nll, z = nll.sum() / count, z.sum() / count
-    return (nll + z_weight * z, nll), (_join(dx), dw_DxV)
+    return nll.sum() / count, (_join(dx), dw_DxV)
 
 
-def _backward(z_weight: float, chunks: int, saved: Any, cotangents: Any) -> Any:
-    del z_weight, chunks
+def _backward(chunks: int, saved: Any, scale: jax.Array) -> Any:
+    del chunks
     dx_BxLxD, dw_DxV = saved
-    scale, _ = cotangents
     dx_BxLxD = (dx_BxLxD * scale).astype(dx_BxLxD.dtype)
     return dx_BxLxD, (dw_DxV * scale).astype(dw_DxV.dtype), None
 

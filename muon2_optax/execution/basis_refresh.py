@@ -56,10 +56,11 @@ def _if(choice: Any, then: Any, otherwise: Any, operand: Any) -> Any:
 
 
 def _first_bases(old: Sequence[Rotated]) -> list[Any]:
-    """The eigenvectors, and a second moment for them.
+    """The eigenvectors, and an estimate of the second moment in the new bases.
 
-    So far it was taken entry by entry. Its sums along the eigenvectors are known, being
-    the eigenvalues: the entries between are estimated by the product of these shares.
+    So far it was an average of the squares of the entries themselves. In the new bases
+    its row and column sums are known up to a factor: they are the eigenvalues. So each
+    entry is estimated as the total times the shares of its row and of its column.
     """
     grams = [(gram,) for x in old for gram in (x.gram_in, x.gram_out)]
     found = _by_side(eigenbases.first_basis, grams)

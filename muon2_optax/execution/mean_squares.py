@@ -13,8 +13,8 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.kernels import hopper
 from muon2_optax.sharding import Axes, Location
 
-# How many rows are averaged in the first of two stages, before their averages are. Two
-# stages give a GPU enough to do at once; in one XLA would store all squares.
+# Rows are averaged in groups of so many, and then the averages of groups. Two stages
+# give a GPU enough to do at once; in a single one XLA would store all squares.
 GROUP = 16
 
 

@@ -133,9 +133,9 @@ def _orthogonalize_chunk(
 def _prepare(
     x: jax.Array, *, how: Normalization, dtype: jnp.dtype, flat: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Normalizes a leaf; returns wide matrices, and the eps as ``normalize`` does.
+    """Normalizes a leaf; returns wide matrices, and the floor of ``normalize``.
 
-    They are one stack (count, m, n) if ``flat``.
+    The matrices are one stack (count, m, n) if ``flat``.
     """
     transposed = _is_transposed(x, how)
     x, floor = normalize(x.reshape(-1, *x.shape[-2:]) if flat else x, how)

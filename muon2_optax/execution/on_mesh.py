@@ -164,10 +164,17 @@ class _Iteration:
         return transport.from_bits(back, self.dtype)[:count, ..., :columns]
 
     def _iterate_received(self, got: jax.Array, packed: bool, share: int) -> jax.Array:
-        """Iterates the shards of all devices, and divides the results again.
+        """Iterates the matrices whose shards have arrived, and divides the results.
 
-        Takes shards (devices, share, *local), or rows that ``packed`` them. Returns
-        shards (devices, share, *local); they may have more columns, without meaning.
+        Args:
+          got: the shards of ``share`` matrices from each device, in the order of the
+            devices: one stack, or if ``packed`` one row of ``transport.pack`` each.
+          packed: whether they are packed.
+          share: how many matrices they are shards of.
+
+        Returns:
+          Shards (devices, share, *local). They may have further columns, which mean
+          nothing.
         """
         if packed:
             values, factors = transport.unpack(got, self.layout.local, share)

@@ -52,7 +52,7 @@ def zero_square(p: Any, axes: ResolvedAxes, inputs: bool, longest: int) -> jax.A
     """What a gram or a basis of this side starts as: (*batch, side, side)."""
     side = axes.fan_in if inputs else axes.splits[0]
     side = side if 1 < side <= longest else 1
-    # Made of the parameter, for its place on a mesh.
+    # Computed from the parameter, so that it lives where the parameter does on a mesh.
     none = sharding.zeros_like(p, dtypes.compute_dtype(p.dtype))
     none = jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
     return none + jnp.zeros((1,) * len(axes.batch) + (side, side), none.dtype)
@@ -69,8 +69,8 @@ def update_leaves(
     def run(settings: tuple[Any, ...], *xs: jax.Array) -> list[jax.Array]:
         old, numbers = _leaves_of(xs), Settings(*settings)
         new = _stepped(list(map(_to_stacks, axes, old)), numbers)
-        # After the update: in the basis of its own gradient, entries beside the
-        # diagonal would be rounding errors divided by their own size.
+        # Refresh the bases after the update. In the bases of its own gradient, entries
+        # off the diagonal would be rounding errors divided by their own size.
         rotated = [basis_refresh.Rotated(*x[2:]) for x in new]
         rotated = basis_refresh.refresh(rotated, numbers.count, numbers.frequency)
         new = [Leaf(*x[:2], *rest) for x, rest in zip(new, rotated)]

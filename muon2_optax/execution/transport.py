@@ -23,8 +23,8 @@ from muon2_optax.arrays.stacks import (
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution.layout import ShardLayout, StoredLeaf, device_count
 
-# Packed rows are filled up to a multiple of so many 16-bit numbers, unless they are
-# short: rows that begin where a row of memory does are moved faster.
+# Long packed rows are filled up to a multiple of so many 16-bit numbers, which are 128
+# bytes: rows that begin at a multiple of that in memory are moved faster.
 ALIGNMENT = 64
 
 
@@ -39,8 +39,8 @@ def restore_part(shards: jax.Array, like: jax.Array, leaf: StoredLeaf) -> jax.Ar
     back = tuple(np.argsort(leaf.order).tolist())
     x = jnp.transpose(x, back)
     if x.dtype == jnp.float16 and back != tuple(range(x.ndim)):
-        # Transpose in a pass of its own. XLA for GPUs would fuse it with the update of
-        # the parameter, which could then not be made in place.
+        # Transpose in a separate pass. XLA for GPUs would fuse it with the update of
+        # the parameter, which could then not happen in place.
         x = store_row_major(x)
     return x.astype(like.dtype)
 
@@ -52,15 +52,19 @@ def narrow(
 
     For float16: the values are not normalized yet, and may be out of its range. So each
     shard is divided by its root mean square, from which the receiver also computes the
-    norm of the matrix. Leaves of several blocks travel in float32 instead, because each
+    norm of the matrix. Leaves of several blocks go in float32 instead, because each
     block is a matrix, and blocks may differ in size by any factor.
 
-    Other dtypes need no such numbers, and None is returned. Leaves in float64 stay as
-    they are.
+    Other dtypes need no division. Leaves in float64 stay as they are.
+
+    Args:
+      xs: each device's parts of leaves of one dtype and layout.
+      axes: of their matrices.
+      dtype: of the iteration.
 
     Returns:
-      The leaves; and the root mean squares (count,) of the shards of all leaves, or
-      None.
+      The leaves, and the root mean squares (count,) of the shards of all leaves; None
+      in their place where nothing was divided.
     """
     if xs[0].dtype == jnp.float64 and dtype != jnp.float64:
         # They are normalized where they arrive, and may need the range of float64.
@@ -99,11 +103,20 @@ def _row_sums(x: jax.Array, axes: ResolvedAxes) -> jax.Array:
 def pack(
     shards: Sequence[jax.Array], factors: jax.Array, share: int, rows: int
 ) -> jax.Array:
-    """Packs the shards of ``share`` matrices, and then their factors, into each row.
+    """Packs shards and their factors into rows, one for each device that gets them.
+
+    Row i holds shards i * share to (i + 1) * share - 1, one after the other, and behind
+    them their factors, each as two 16-bit integers.
+
+    Args:
+      shards: of float16, each (count, *local).
+      factors: float32, one for each shard.
+      share: how many shards a row has room for.
+      rows: how many rows there are.
 
     Returns:
-      (rows, width) of 16-bit integers. The last rows hold fewer matrices, or none, and
-      zeros.
+      (rows, width) of 16-bit integers. Where the shards run out, zeros take the place
+      of shards and factors.
     """
     one = math.prod(shards[0].shape[1:])
     fill = -(2 * share) % ALIGNMENT if one * share >= 64 * ALIGNMENT else 0

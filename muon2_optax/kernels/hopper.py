@@ -1,4 +1,4 @@
-"""Decides which programs use the kernels for NVIDIA Hopper, in stacks of what size."""
+"""Decides which programs use the kernels for NVIDIA Hopper, and the size of stacks."""
 
 import contextlib
 import contextvars
@@ -83,8 +83,8 @@ def stack_size(
 
     The kernel pays where its tiles fill the multiprocessors: where m is a multiple of
     128 and at least 768 (smaller ones were not measured), and where there are tiles for
-    nearly all thread blocks. Other shapes, dtypes and normalizations run on stock XLA,
-    and so do traced coefficients.
+    most clusters of thread blocks. Other shapes, dtypes and normalizations run on stock
+    XLA, and so do traced coefficients.
     """
     m, n = shape
     if jnp.dtype(dtype).itemsize != 2 or m % 128 or m < 768:
@@ -104,11 +104,11 @@ def stack_size(
 def _fit_stack(count: int, m: int, n: int, room: int) -> newton_schulz.StackSize:
     """The size of stacks for ``count`` matrices (m, n).
 
-    Each matrix takes its panels and four (m, m) matrices beside them, Gram matrices and
-    products. There is ``room`` for so many (m, m) in all; one matrix always fits. Where
-    it costs little, a stack has as many Gram matrices as panels, and the same number
-    for all n, so that matrices of all widths share their kernels. Otherwise as many
-    matrices as fit run at once.
+    Each matrix takes its panels and, beside them, four (m, m) matrices for the Gram
+    matrix and products of it. ``room`` is how many (m, m) matrices fit in all; one
+    matrix always runs. Where it costs little, a stack has as many Gram matrices as
+    panels, and the same number for all n, so that matrices of all widths share their
+    kernels. Otherwise as many matrices as fit run at once.
     """
     each = symmetric.panels(m, n)
     few = 2 ** (count - 1).bit_length()
@@ -151,8 +151,9 @@ def cost(members: int, m: int) -> float:
 def takes_sums(shape: tuple[int, ...], dtype: jnp.dtype, axes: ResolvedAxes) -> bool:
     """Whether the kernel gives the sums of squares of a leaf along both axes.
 
-    The matrices must be in the last two axes, real, and in one block, and their rows
-    must be such that the kernel can copy them.
+    The matrices must be in the last two axes, real, in one block and not too small. For
+    the kernel's copies, the number of rows must be a multiple of 8, and the bytes of a
+    row one of 128.
 
     Args:
       shape: of each device's part of the leaf.

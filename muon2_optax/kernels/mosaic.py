@@ -19,8 +19,8 @@ from muon2_optax.kernels.pipeline import MULTIPLY, SWIZZLED, Pipeline, buffers
 from muon2_optax.kernels.tile_scheduler import OutputTile, TileScheduler
 from muon2_optax.kernels.tiles import Tiles, Work
 
-# How many registers a thread that copies has, and one that multiplies, which gets the
-# rest.
+# How many registers each thread has: of the warpgroup that copies, and of those that
+# multiply, which get the rest.
 FEEDS, MULTIPLIES = 40, 232
 
 
@@ -64,11 +64,12 @@ def kernel(
     tiles: Tiles,
     cut: tuple[int, int],
 ) -> None:
-    """Computes A B^T times factors[0], plus the first C of ``rest`` times theirs.
+    """Computes factors[0] A B^T plus factors[i] C for the i-th addend C of ``rest``.
 
-    Or A B, which is not symmetric, in ``cut`` shards along rows and columns: out_hbm is
-    then (rows * columns * L, m / rows, n / columns). Both are one kernel, because it
-    takes long to compile; they differ in the tiles of B and in what is stored twice.
+    Or the same with A B, which is not symmetric, in ``cut`` shards along rows and
+    columns: out_hbm is then (rows * columns * L, m / rows, n / columns). One kernel
+    serves both, because a kernel takes long to compile; they differ in the tiles of B
+    and in what is stored twice. ``counts`` are the fields of ``Work``.
     """
     *c_hbm, out_hbm = rest
     group = lax.axis_index("group")

@@ -1,8 +1,9 @@
 """The Newton-Schulz iteration on the kernel for symmetric products, on NVIDIA Hopper.
 
 The polynomials are those of ``iteration``, arranged so that every scaling and addition
-happens where a product is written. For this the input is multiplied at once by all
-leading coefficients a of the schedule, after which each run of steps is X <- X + P X.
+happens where a product is written. For this the input is multiplied beforehand by the
+product of all leading coefficients a of the schedule (the gain). Then each run of steps
+is X <- X + P X, with P a polynomial of the Gram matrix.
 """
 
 import functools
@@ -22,10 +23,11 @@ from muon2_optax.schedules.plans import Plan
 
 # The kernel reads its operands in this many columns at a time.
 COLUMNS = 64
-# Gram matrices are stored multiplied by this, because float16 loses bits of small
-# numbers.
+# Gram matrices are stored multiplied by this. Most of their entries are small, and
+# float16 numbers below 6e-5 are subnormal, with fewer bits. Times 512 they still fit
+# while the singular values of X are below 11, since float16 ends at 65504.
 GRAIN = 512.0
-# For matrices that larger tiles do not divide, or that have too few of them.
+# The tiles for sides that the larger tiles do not divide, or that hold too few of them.
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
 
@@ -60,7 +62,7 @@ def run(
     flat = stacks.to_stacks(ordered)
     assert isinstance(plan.normalization, Frobenius)
     factors = _factors(flat, plan.normalization, gain(plan.triples))
-    # Each chunk gets the same number, so that chunks that are alike share programs.
+    # Fill up the last chunk's factors, so that chunks that are alike share programs.
     most = size.panels // each
     factors = jnp.pad(factors, (0, -len(factors) % most))
 
@@ -117,10 +119,10 @@ def run_shards(
 
 
 def _factors(parts: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.Array:
-    """Factors (total count,) whose squares normalize each matrix to ``scale``.
+    """The roots of abs(scale) / norm of each matrix, (total count,).
 
-    Squares are summed in one pass in float64, where those of any float32 fit. The
-    factors are roots because ``scale`` / norm may be out of the range of float32.
+    They are roots because the quotient itself may be out of the range of float32. The
+    squares of entries are summed in float64, which holds those of any float32.
     """
     wide = jnp.result_type(jnp.float32, *parts)
     with jax.enable_x64(True):
@@ -130,7 +132,10 @@ def _factors(parts: Sequence[jax.Array], how: Frobenius, scale: float) -> jax.Ar
 
 @tracing.each
 def _row_squares(x: jax.Array) -> jax.Array:
-    """Sums of the squares of rows, (count, m) of (count, m, n); float64 with x64."""
+    """Sums of squares along rows: (count, m) from (count, m, n).
+
+    They are in float64, which the caller must have enabled.
+    """
     return jnp.sum(jnp.square(x.astype(jnp.float64)), axis=-1)
 
 
@@ -161,10 +166,10 @@ def iterate(
       x: the matrices, or their panels.
       runs: the triples of the steps, as ``gram_runs`` splits them.
       interpret: as in ``symmetric.product``.
-      shards: into how many the results are cut, along rows and columns.
-      members: how many of the matrices are computed; None: all.
-      columns: how many columns a matrix has, if x holds panels.
-      grams: the size of stacks of Gram matrices; None: L.
+      shards: into how many shards each result is cut, along its rows and columns.
+      members: how many of the matrices are iterated, the first ones; None: all.
+      columns: how many columns each matrix has, if x holds panels.
+      grams: how many matrices a stack of Gram matrices has room for; None: L.
 
     Returns:
       (L, m, n), or with ``shards`` (rows, columns, L, m / rows, n / columns).
@@ -193,7 +198,7 @@ def tiles_for(m: int) -> symmetric.Tiles:
 def _factor(
     r: jax.Array, triples: Sequence[Any], product: Callable[..., jax.Array]
 ) -> jax.Array:
-    """P, where a run of steps multiplies X by gain (I + P), from r = GRAIN R.
+    """Computes P from r = GRAIN R, so that the run multiplies X by gain (I + P).
 
     One step multiplies X by h(R) = a (I + Z) with Z = (b R + c R^2) / a, and the Gram
     matrix R becomes h R h. The identity, which 16 bits would round, is never stored.

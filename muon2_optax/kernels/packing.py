@@ -60,8 +60,8 @@ def write_panels(
       members: (count, m, n) or (count, n, m) each.
       factors: (total count,), or more that are not used.
       negative: whether the products are negated.
-      size: the number of panels in the stack; those behind the matrices' are not
-        written.
+      size: the number of panels in the stack. Panels that the matrices leave free are
+        not written.
       dtype: of the stack.
     """
     m = min(members[0].shape[1:])
@@ -116,9 +116,9 @@ def _group(members: Sequence[jax.Array], turned: int) -> list[Group]:
 def _make_panels(
     factors: jax.Array, *members: jax.Array, negative: bool, dtype: jnp.dtype
 ) -> jax.Array:
-    """The panels of a group: its matrices times the squares of their factors.
+    """The panels of a group, whose matrices are multiplied by their factors' squares.
 
-    If ``negative``, times minus the squares.
+    If ``negative``, by minus the squares.
     """
     parts = [jnp.concatenate(members)] if _is_tall(members[0].shape) else members
     # Split, because a factor that varies along an array is loaded for each element.

@@ -1,7 +1,8 @@
 """Brings tiles of A and B to the warpgroups that multiply them, for ``mosaic``.
 
-The pipelines of Pallas always copy one kind of tiles to a place in shared memory. This
-one copies either of two, so that both products need only one kernel.
+A pipeline of Pallas copies tiles of one shape only to a place in shared memory. This
+one copies tiles of either of two shapes, those of a transposed B or those of a plain B,
+so that one kernel serves both products.
 """
 
 import dataclasses

@@ -30,8 +30,8 @@ def of_squares(x: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Arra
       interpret: as in ``symmetric.product``.
 
     Returns:
-      (L, strips, m), which sum to one number per row along axis 1, and
-      (L, parts, n), which sum to one per column; float32.
+      Float32 arrays (L, strips, m) and (L, parts, n). Their sums along axis 1 are one
+      number per row, and one per column.
     """
     stack, m, n = x.shape
     strips, parts = pl.cdiv(n, COLUMNS), pl.cdiv(m, ROWS * STEPS)

@@ -4,6 +4,10 @@
 commute. Then only the tiles of the lower triangle need to be computed, and each is
 stored twice: half the operations of a plain product. No library that XLA calls has this
 product for stacks of 16-bit matrices, so it is a Pallas kernel.
+
+A panel is some successive columns of a matrix. A stack may hold wide matrices in panels
+of k columns: first those of the first matrix, then those of the second. The last panel
+of each matrix is filled up with columns of zeros.
 """
 
 from typing import Any
@@ -38,11 +42,10 @@ def product(
       b: (L, m, k); A B^T must be symmetric.
       *addends: pairs (beta, C) with C symmetric, (L, m, m).
       alpha: the factor of the product.
-      members: how many matrices of the stack are computed; None: all. What is returned
-        for the others means nothing.
-      columns: how many columns a matrix has, if more than k. Then A and B hold panels
-        of k columns: as many for each matrix as hold its columns, with zeros behind
-        these in the last one. One kernel serves any number of columns.
+      members: how many matrices of the stack are multiplied, the first ones; None:
+        all. The rest of the result is undefined.
+      columns: how many columns each matrix has, if A and B hold panels of k columns;
+        None: k. One kernel serves any number of columns.
       results: how many matrices the returned stack has; None: L.
       tiles: m must be a multiple of ``tiles.side``.
       interpret: ``pallas.mosaic_gpu.InterpretGPUParams()`` runs it on a CPU.
@@ -83,16 +86,17 @@ def add_product(
 ) -> jax.Array:
     """``X + P X`` for P (L, m, m). The result is not symmetric.
 
-    The sum costs no pass of its own here. XLA would make it one, because it does not
-    fold a sum into a product whose operand comes from a kernel.
+    The kernel adds X where it writes the product. XLA would add X in a separate pass,
+    because it does not fold a sum into a product whose operand comes from a kernel.
 
     Args:
       p: (L, m, m), float16 or bfloat16.
       x: (L, m, n), of the same dtype, or panels of n columns.
-      shards: into how many the result is cut along rows and columns. X must then not be
-        in panels.
+      shards: into how many shards the result is cut, along its rows and along its
+        columns. X must then not be in panels.
       members: as in ``product``.
-      columns: as in ``product``; panels are then whole tiles.
+      columns: as in ``product``. Where a matrix has several panels, n must be a
+        multiple of ``tiles.side``.
       tiles: ``tiles.side`` must divide the rows of a shard.
       interpret: as in ``product``.
 
@@ -129,11 +133,11 @@ def panels(n: int, columns: int | None) -> int:
 def _check_fit(
     stack: jax.Array, members: int | None, columns: int | None, beside: int
 ) -> tuple[int, int]:
-    """Returns how many members are computed, and how many panels each has.
+    """Returns how many members are multiplied, and how many panels each has.
 
     Raises:
-      ValueError: the stack does not hold so many members, or the one of ``beside``
-        matrices does not.
+      ValueError: there are more members than fit the stack, or than fit the other
+        stack, of ``beside`` matrices.
     """
     each = panels(stack.shape[-1], columns)
     most = min(len(stack) // each, beside)
@@ -150,9 +154,9 @@ def _call(
     factors: jax.Array, work: Work, *operands: jax.Array, tiles: Tiles, **options: Any
 ) -> jax.Array:
     _require_jax()
-    # Imported only here, because importing Pallas takes a second, and fails where JAX
-    # comes without it. And before the kernel is traced: if Pallas were imported while
-    # it is, JAX would forget the trace and lower the kernel twice.
+    # Import Pallas only where a kernel is used: the import takes a second, and fails
+    # where JAX comes without Pallas. Do it before the kernel is traced: during tracing,
+    # the import would make JAX forget the trace and lower the kernel twice.
     from muon2_optax.kernels import mosaic
 
     return mosaic.launch(
@@ -182,6 +186,6 @@ def clusters(tiles: Tiles) -> int:
 
 
 def _processors() -> int:
-    """How many multiprocessors the GPU has, or an H100 if there is no GPU."""
+    """The number of the GPU's multiprocessors; without a GPU, that of an H100."""
     device = jax.devices()[0]
     return getattr(device, "core_count", 0) if device.platform == "gpu" else 132

@@ -33,7 +33,7 @@ class OutputTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """Deals the output tiles of all members of a stack to the clusters in turn.
+    """Deals the output tiles of all members of a stack out to the clusters in turn.
 
     Attributes:
       work: how much there is to do.

@@ -113,7 +113,7 @@ SHARED = {
 ON_SPHERE = {
     "learning_rate": (
         "length of a step relative to the weights, or a schedule of it, of the order of"
-        " 0.02 to 0.06; see ``hyperball``."
+        " 0.02 to 0.045 (start with 0.03); see ``hyperball``."
     ),
     "weight_decay_mask": (
         "tree of bools, or function from parameters to one, as in"

@@ -108,7 +108,7 @@ def settling_lines(pattern: str, case: Case) -> list[str]:
     answers = {}
     if len(case.shape) != 2:
         answers |= _of_attention(case)
-        answers["MatrixAxes(<in>, <out>)"] = "Muon"
+        answers["MatrixAxes(<in>, <out>)"] = "Muon; several axes of a side as a tuple"
     else:
         out_first = case.axes is not None and case.axes.ins == (1,)
         unknown = case.axes is None and normal(case.path).endswith("weight")

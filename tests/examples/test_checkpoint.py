@@ -23,7 +23,7 @@ from examples.files import RecordFile, WriteFailed, read_metrics
 from examples.models import make_model
 from examples.options import UserError
 from examples.pretrain import main
-from examples.runs import locked, store_settings
+from examples.runs import claimed, store_settings
 
 ROOT = Path(__file__).parents[2]
 # Orbax forgets a coroutine where a checkpoint is damaged.
@@ -310,7 +310,7 @@ def test_records_that_cannot_be_written_end_the_run(
     assert "metrics.jsonl could not be written: No space" in err
     assert err.count("\n") == 1 and steps(folder) == before
     monkeypatch.undo()
-    with locked(folder):
+    with claimed(parse(["--out", str(folder), "--resume"])):
         assert main(["--resume", "--out", str(folder)]) == 2
     assert "another run is writing there" in capsys.readouterr().err
     assert main(["--resume", "--out", str(folder)]) == 0

@@ -1,7 +1,6 @@
 """The command line: every bad option is one line and exit code 2."""
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -147,8 +146,8 @@ def test_the_default_is_the_recommended_recipe_and_a_comparison_of_tiny_models()
 ):
     assert config.parse([]).optim.names() == tuple(config.COMPARED.split(","))
     assert config.parse(["--model", "gpt_tiny"]).optim.names()[-1] == "muon2_f_h"
-    assert config.parse(["--model", "llama_60m"]).optim.names() == ("muon2_f_h",)
-    assert config.parse(["--model", "gpt_small"]).optim.names() == ("muon_h",)
+    for model in ("llama_60m", "gpt_small", "moe_7b"):
+        assert config.parse(["--model", model]).optim.names() == ("muon2_f_h",)
     asked = config.parse(["--model", "llama_60m", "--optimizer", "muon"])
     assert asked.optim.names() == ("muon",)
 
@@ -156,6 +155,18 @@ def test_the_default_is_the_recommended_recipe_and_a_comparison_of_tiny_models()
 def store(folder: Path, begun: config.Config) -> None:
     content = {"config": dataclasses.asdict(begun), "vocab_size": 9, "text": ""}
     write_json(folder / "config.json", content)
+
+
+def test_an_option_that_is_no_more_must_not_have_been_in_use(tmp_path: Path) -> None:
+    begun = dataclasses.asdict(config.parse(["--out", str(tmp_path)]))
+    for value, said in ((0.0, None), (0.1, "this version has no --z-loss")):
+        begun["run"]["z_loss"] = value
+        write_json(tmp_path / "config.json", {"config": begun})
+        if said is None:
+            assert runs.stored_config(tmp_path).run.steps == 120
+            continue
+        with pytest.raises(UserError, match=said):
+            runs.stored_config(tmp_path)
 
 
 def continued(folder: Path, *more: str) -> config.Config:
@@ -168,10 +179,7 @@ def test_a_continued_run_has_the_options_of_its_start(tmp_path: Path) -> None:
     store(tmp_path, begun)
     again = continued(tmp_path)
     assert (again.run.steps, again.data.data, again.optim.b1) == (9, ("a", "b"), 0.9)
-    assert (
-        config.Config.from_dict(json.loads(json.dumps(dataclasses.asdict(begun))))
-        == begun
-    )
+    assert runs.stored_config(tmp_path) == begun
     # What changes nothing that is computed may differ, and more steps.
     free = continued(tmp_path, "--steps", "12", "--log-every", "2", "--mesh", "fsdp=2")
     assert (free.run.steps, free.run.log_every) == (12, 2)

@@ -261,7 +261,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch, params: Any, tmp_path: Path) -> 
     """A run's parameters, without a run."""
     found = params, CONFIG, None
     monkeypatch.setattr(sample, "load_params", lambda *_, **__: found)
-    monkeypatch.setattr(runs, "stored_settings", lambda _: {})
+    monkeypatch.setattr(runs, "stored_settings", lambda _: {"vocab_size": 257})
 
 
 def test_a_run_is_evaluated_and_recorded(
@@ -270,7 +270,7 @@ def test_a_run_is_evaluated_and_recorded(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tok.ByteTokenizer().save(tmp_path / tok.FILE)
+    tok.save(tok.ByteTokenizer(), tmp_path / tok.FILE)
     argv = ["--run", str(tmp_path), "--task-data", str(task_data), "--limit", "2"]
     assert evaluate.main([*argv, "--tasks", "piqa,lambada_openai"]) == 0
     said = capsys.readouterr().out
@@ -279,7 +279,7 @@ def test_a_run_is_evaluated_and_recorded(
     records = [json.loads(line) for line in lines]
     assert [record["task"] for record in records] == ["piqa", "lambada_openai"]
     assert records[0]["questions"] == 2 and 0 <= records[0]["acc_norm"] <= 1
-    tok.train_bpe([b"some text"], 300).save(tmp_path / tok.FILE)
+    tok.save(tok.train_bpe([b"some text"], 300), tmp_path / tok.FILE)
     assert evaluate.main([*argv, "--tasks", "piqa"]) == 2
     assert "not the tokenizer of these parameters" in capsys.readouterr().err
 
@@ -303,7 +303,7 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").mkdir()
-    tok.ByteTokenizer().save(tmp_path / "x" / tok.FILE)
+    tok.save(tok.ByteTokenizer(), tmp_path / "x" / tok.FILE)
     assert evaluate.main(argv) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
@@ -453,7 +453,7 @@ def test_tasks_are_evaluated_where_no_record_can_be_written(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tok.ByteTokenizer().save(tmp_path / tok.FILE)
+    tok.save(tok.ByteTokenizer(), tmp_path / tok.FILE)
 
     def refused(*_: object, **__: object) -> None:
         raise WriteFailed(tmp_path / "evaluation.jsonl", PermissionError(13, "denied"))

@@ -100,7 +100,7 @@ def loss_and_grads(graphdef: Any, params: Any, tokens_BxM: jax.Array) -> Any:
     def loss(params: Any) -> jax.Array:
         model = nnx.merge(graphdef, params)
         x, aux, _ = model.features(tokens_BxM[:, :-1])
-        return head_loss(x, model.head(), tokens_BxM[:, 1:], 0.0, 2)[0] + aux
+        return head_loss(x, model.head(), tokens_BxM[:, 1:], 2) + aux
 
     return jax.value_and_grad(loss)(params)
 

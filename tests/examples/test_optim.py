@@ -1,5 +1,7 @@
 """Names to transforms, schedules, and the routing of the trainer's own model."""
 
+import pathlib
+import re
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import pytest
 
 import muon2_optax as m2
 from examples import optim
-from examples.config import COMPARED, ModelConfig, OptimConfig
+from examples.config import COMPARED, RECOMMENDED, ModelConfig, OptimConfig
 from examples.models import make_model, matrix_rules
 from examples.options import UserError
 
@@ -64,7 +66,7 @@ def test_momentum_is_equal_and_the_recommended_recipe_has_the_fitted_schedule() 
     coefficients = [found["ns_coeffs"] for found in settings.values()]
     assert coefficients == [None, "keller", "keller", "keller", "muon2"]
     (plan,) = optim.plans(OptimConfig(optimizer="muon2_f_h"), steps=10, tiny=False)
-    assert plan.settings["learning_rate"] == 0.03
+    assert plan.settings["ns_steps"] == 5 and plan.settings["learning_rate"] == 0.03
     assert plan.settings["adam_learning_rate"] == 0.002
     asked = OptimConfig(
         optimizer="muon2_f_h", nesterov=False, ns_coeffs="turbo", ns_steps=4
@@ -72,6 +74,19 @@ def test_momentum_is_equal_and_the_recommended_recipe_has_the_fitted_schedule() 
     (plan,) = optim.plans(asked, steps=10)
     found = [plan.settings[key] for key in ("nesterov", "ns_coeffs", "ns_steps")]
     assert found == [False, "turbo", 4]
+
+
+def test_the_default_is_the_recipe_of_the_page() -> None:
+    page = pathlib.Path(__file__).parents[2] / "docs" / "choosing.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    (plan,) = optim.plans(OptimConfig(optimizer=RECOMMENDED), steps=10, tiny=False)
+    assert f"tx = {plan.name}(" in code
+    assert f"peak({plan.settings['learning_rate']})," in code
+    (adam,) = re.findall(r"adam_learning_rate=peak\((.*?)\)", code)
+    assert float(adam) == plan.settings["adam_learning_rate"]
+    for key in ("ns_steps", "ns_coeffs", "nesterov"):
+        value = plan.settings[key]
+        assert f"{key}={value}," in code.replace('"', "")
 
 
 def test_overrides_reach_the_optimizers_that_have_them() -> None:

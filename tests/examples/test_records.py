@@ -18,7 +18,7 @@ from examples.files import (
     write_json,
 )
 from examples.options import UserError
-from examples.runs import claim_folder, locked
+from examples.runs import claimed
 
 TRAIN = {"kind": "train", "optimizer": "muon2", "step": 1, "tokens": 8, "seconds": 0.1}
 TRAIN |= {"loss": 5.5}
@@ -29,7 +29,7 @@ def test_a_line_that_a_kill_cut_off_is_removed_before_the_next(tmp_path: Path) -
     whole = json.dumps(TRAIN) + "\n"
     for tail in ('{"kind": "tr', "\0" * 40, whole[:-1]):
         path.write_text(whole + tail)
-        file = RecordFile(path, new=False)
+        file = RecordFile(path)
         file.write(TRAIN | {"step": 2})
         assert [r["step"] for r in read_metrics(path)] == [1, 2]
         assert [r["step"] for r in file.rewind(lambda r: r["step"] == 2)] == [2]
@@ -37,7 +37,7 @@ def test_a_line_that_a_kill_cut_off_is_removed_before_the_next(tmp_path: Path) -
         file.close()
         assert [r["step"] for r in read_metrics(path)] == [2, 3]
     path.write_text('{"kind"')
-    RecordFile(path, new=False).close()
+    RecordFile(path).close()
     assert path.read_bytes() == b""
 
 
@@ -58,7 +58,7 @@ def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
         read_metrics(path)
     with pytest.raises(UserError, match="line 2"):
-        RecordFile(path, new=False).rewind(lambda _: True)
+        RecordFile(path).rewind(lambda _: True)
     assert path.read_bytes() == before
 
 
@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_whole_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    file = RecordFile(path, new=True)
+    file = RecordFile(path)
     file.write(TRAIN)
     disk = FullDisk(file._file, room=30)
     monkeypatch.setattr(file, "_file", disk)
@@ -112,12 +112,13 @@ def test_replacing_a_file_fails_in_one_line(
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    begun = config.parse(["--out", str(tmp_path)])
+    with claimed(begun):
         with pytest.raises(UserError, match="another run is writing there"):
-            with locked(tmp_path):
+            with claimed(begun):
                 raise AssertionError("two runs in one folder")
-    with locked(tmp_path):
-        pass
+    with claimed(begun) as folder:
+        assert folder == tmp_path
 
 
 @pytest.mark.parametrize("damage", ["digit", "cut", "empty", "[]", "null", "[" * 9_999])
@@ -150,7 +151,8 @@ def test_without_its_config_a_run_does_not_go_on(
     argv = ["--out", str(tmp_path), "--resume", mode]
     if mode == "no":
         with pytest.raises(UserError, match="already holds a run"):
-            claim_folder(config.parse(argv))
+            with claimed(config.parse(argv)):
+                raise AssertionError("two runs in one folder")
         return
     assert pretrain.main(argv) == 2
     err = capsys.readouterr().err

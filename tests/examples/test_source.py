@@ -21,7 +21,7 @@ def test_a_run_killed_before_its_first_record_goes_on(
 ) -> None:
     """At the latest when its records exist, so do its options."""
 
-    def killed(path: Path, *, new: bool) -> RecordFile:
+    def killed(path: Path) -> RecordFile:
         path.touch()
         raise KeyboardInterrupt
 
@@ -50,7 +50,7 @@ def test_a_run_begins_with_weights_that_mean_the_same_to_it(
     """What is refused leaves the folder free for the corrected command."""
     coders = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, text in zip(coders, (b"to be or not to be " * 9, b"all that glitters")):
-        tok.train_bpe([text], 259).save(path)
+        tok.save(tok.train_bpe([text], 259), path)
     old, out = tmp_path / "old", tmp_path / "out"
     assert main([*argv, "--tokenizer", str(coders[0]), "--out", str(old)]) == 0
     argv = [*argv, "--init-from", str(old), "--out", str(out), "--tokenizer"]

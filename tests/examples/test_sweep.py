@@ -42,7 +42,7 @@ def test_a_sweep_and_its_continuation(
     assert f"{losses[0.04, 'muon']:.4f}" in shown and "learning_rate" in shown
     # Finished runs are no answer to a question with other options.
     for more, said in (
-        (["--z-loss", "0.1"], "--z-loss was 0.0, now 0.1"),
+        (["--clip-norm", "0.5"], "--clip-norm was 1.0, now 0.5"),
         (["--eval-tokens", "256"], "--eval-tokens was 512, now 256"),
         (["--steps", "5"], "--steps was 6, now 5"),
     ):

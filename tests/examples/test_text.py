@@ -26,6 +26,10 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
+def documents(path: Path) -> list[bytes]:
+    return list(texts.documents([path], "text", pytest.fail))
+
+
 class Loaded(NamedTuple):
     train: list[bytes]
     val: list[bytes]
@@ -46,9 +50,7 @@ def size(text: Loaded) -> int:
 def test_every_form_gives_the_same_documents(tmp_path: Path, suffix: str) -> None:
     content = LINES if "jsonl" in suffix else JOINED
     path = write(tmp_path / f"text{suffix}", content)
-    assert list(texts.Reader().documents([path])) == [
-        text.encode() for text in DOCUMENTS
-    ]
+    assert documents(path) == [text.encode() for text in DOCUMENTS]
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [("xz", lzma), ("gz", gzip)])
@@ -57,7 +59,7 @@ def test_all_streams_of_a_file_are_read(
 ) -> None:
     path = tmp_path / f"a.txt.{suffix}"
     path.write_bytes(pack.compress(b"one ") + bytes(8) + pack.compress(b"two"))
-    assert list(texts.Reader().documents([path])) == [b"one two"]
+    assert documents(path) == [b"one two"]
 
 
 GOOD_XZ = lzma.compress(b"line\n" * 10_000)
@@ -203,9 +205,7 @@ def test_a_last_line_end_does_not_make_another_document(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, suffix: str) -> None:
     content = LINES if "jsonl" in suffix else JOINED
     path = write(tmp_path / f"text{suffix}", b"\xef\xbb\xbf" + content)
-    assert list(texts.Reader().documents([path])) == [
-        text.encode() for text in DOCUMENTS
-    ]
+    assert documents(path) == [text.encode() for text in DOCUMENTS]
 
 
 def test_an_empty_validation_file_is_named(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_one_huge_line_is_read_in_linear_time(
     line = b"0123456789abcdef" * (1 << 18)
     path = write(tmp_path / "a.txt", line + b"\nnext\n")
     begin = time.process_time()
-    assert list(texts.Reader().documents([path])) == [line + b"\nnext\n"]
+    assert documents(path) == [line + b"\nnext\n"]
     assert time.process_time() - begin < 3  # copying all at every chunk takes minutes
 
 
@@ -253,7 +253,7 @@ def test_long_texts_are_divided_at_lines(
     monkeypatch.setattr(texts, "_LONGEST", size)
     lines = [f"line {i}\n".encode() for i in range(40)]
     path = write(tmp_path / "a.txt", b"".join(lines))
-    found = list(texts.Reader().documents([path]))
+    found = documents(path)
     assert b"".join(found) == b"".join(lines)
     assert all(text.endswith(b"\n") and len(text) < size + 8 for text in found)
     assert len(found) > 1 or size > 1000
