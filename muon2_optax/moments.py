@@ -64,8 +64,8 @@ def scale_by_momentum(
       bias correction.
 
     Raises:
-      ValueError: ``bias_correction`` together with a ``dampening``. On update, the state
-        of another transform, or updates whose paths or shapes are not those of it.
+      ValueError: ``bias_correction`` together with a ``dampening``. On update, the
+        state of another transform, or updates whose paths or shapes are not those of it.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
     if bias_correction:
