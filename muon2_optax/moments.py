@@ -65,7 +65,7 @@ def scale_by_momentum(
 
     Raises:
       ValueError: ``bias_correction`` together with a ``dampening``. On update, the
-        state of another transform, or updates whose paths or shapes are not those of it.
+        state of another transform, or updates of other paths or shapes than it has.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
     if bias_correction:
