@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import jax
 import numpy as np
 
+from muon2_optax import trees
 from muon2_optax.schedules.plans import steps_or_default
 
 P = ParamSpec("P")
@@ -150,7 +151,7 @@ def check(name: str, value: Any, optional: bool = False) -> None:
     if name in TRANSFORMATIONS and not hasattr(value, "update"):
         raise TypeError(
             f"{name} must be an optax.GradientTransformation, such as"
-            f" optax.sgd(0.1), got {value!r}"
+            f" optax.sgd(0.1), got {trees.show(value)}"
         )
     if name not in CHECKED or (value is None and optional):
         return
@@ -166,7 +167,7 @@ def check(name: str, value: Any, optional: bool = False) -> None:
         )
     shape = () if _is_number(value) else getattr(value, "shape", None)
     if shape != ():
-        got = f"an array of shape {shape}" if shape else repr(value)
+        got = f"an array of shape {shape}" if shape else trees.show(value)
         hint = _NS_COEFFS_HINT if name == "b1" else ""
         raise TypeError(f"{name} must be {wanted}, got {got}{hint}")
     if not (_is_number(value) or isinstance(value, np.ndarray)):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muon2_optax import states, trees
 from muon2_optax.arguments import check_arguments
 
 
@@ -35,7 +36,7 @@ def add_cautious_weight_decay(
       The transform. Without a schedule its state is empty.
 
     Raises:
-      ValueError: on update, no ``params``.
+      ValueError: on update, no ``params``, or updates of other shapes.
       TypeError: a mask that is one bool.
 
     References:
@@ -62,16 +63,24 @@ def add_cautious_weight_decay(
             )
         rate, new = weight_decay, state
         if callable(weight_decay):
+            states.require_kind(state, CautiousWeightDecayState)
             rate = weight_decay(state.count)
             count = jnp.asarray(optax.safe_increment(state.count))
             new = CautiousWeightDecayState(count)
         elif isinstance(weight_decay, (int, float)) and weight_decay == 0:
             return updates, new
 
-        def leaf(u: Any, p: Any) -> Any:
-            return None if u is None else u + jnp.where(_agree(u, p), rate * p, 0)
+        def leaf(path: Any, u: Any, p: Any) -> Any:
+            if u is None:
+                return None
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            trees.require_shape(name, u, p, "parameter")
+            return u + jnp.where(_agree(u, p), rate * p, 0)
 
-        return jax.tree.map(leaf, updates, params, is_leaf=lambda x: x is None), new
+        decayed = jax.tree_util.tree_map_with_path(
+            leaf, updates, params, is_leaf=lambda x: x is None
+        )
+        return decayed, new
 
     tx = optax.GradientTransformation(init_fn, update_fn)
     return tx if mask is None else optax.masked(tx, mask)
@@ -85,7 +94,7 @@ def decay_weights(
     Where the decay is 0, ``update`` needs no parameters.
     """
     add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
-    inner = add(weight_decay, mask)
+    inner, unmasked = add(weight_decay, mask), add(weight_decay)
     # Schedules and traced numbers may be other than 0 later.
     number = not callable(weight_decay) and not isinstance(weight_decay, jax.Array)
     none = number and weight_decay == 0
@@ -100,7 +109,13 @@ def decay_weights(
             )
         return inner.update(updates, state, params)
 
-    return optax.GradientTransformation(inner.init, update_fn)
+    def init_fn(params: optax.Params) -> Any:
+        if mask is None or jax.tree.leaves(params):
+            return inner.init(params)
+        # The mask may be made for a tree that has leaves.
+        return optax.MaskedState(unmasked.init(params))
+
+    return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _agree(u: jax.Array, p: jax.Array) -> jax.Array:

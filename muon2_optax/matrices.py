@@ -17,7 +17,9 @@ def rules_or_default(rules: MatrixRules | None) -> MatrixRules:
     if rules is None:
         return MatrixRules()
     if not isinstance(rules, MatrixRules):
-        raise TypeError(f"rules must be MatrixRules(...) or None, got {rules!r}")
+        raise TypeError(
+            f"rules must be MatrixRules(...) or None, got {trees.show(rules)}"
+        )
     return rules
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import averages, dtypes, roots, trees
+from muon2_optax import averages, dtypes, roots, states, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 
@@ -64,7 +64,8 @@ def scale_by_momentum(
       bias correction.
 
     Raises:
-      ValueError: ``bias_correction`` together with a ``dampening``.
+      ValueError: ``bias_correction`` together with a ``dampening``. On update, the
+        state of another transform, or updates of other paths or shapes than it has.
     """
     mu_dtype = dtypes.canonical("mu_dtype", mu_dtype)
     if bias_correction:
@@ -80,8 +81,10 @@ def scale_by_momentum(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, MomentumState)
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            trees.require_shape(name, g, mu, "momentum")
             return _update_first(g, mu, b1=b1, nesterov=nesterov, dampening=dampening)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
@@ -101,11 +104,13 @@ def _corrected_momentum(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, CorrectedMomentumState)
         count = jnp.asarray(optax.safe_increment(state.count))
         now = 1 / (1 - averages._power(b1, count))
         after = 1 / (1 - averages._power(b1, count + 1))
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
+            trees.require_shape(name, g, mu, "momentum")
             wide = dtypes.widen(g)
             m, _ = averages.momentum_step(g, mu, b1, nesterov=False)
             update = now * m
@@ -163,7 +168,8 @@ def scale_by_second_moment(
 
     Raises:
       TypeError: a ``mu_dtype`` or ``nu_dtype`` that cannot hold the average.
-      ValueError: a decay rate outside of [0, 1), a negative ``eps`` or ``eps_root``.
+      ValueError: a decay rate outside of [0, 1), a negative ``eps`` or ``eps_root``. On
+        update, as ``scale_by_momentum``.
 
     >>> import jax.numpy as jnp
     >>> tx = scale_by_second_moment(b1=0.95, b2=0.95)
@@ -184,12 +190,14 @@ def scale_by_second_moment(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, SecondMomentState)
         count = jnp.asarray(optax.safe_increment(state.count))
         scales = averages.corrections(b1, b2, count, nesterov, bias_correction)
 
         def leaf(
             name: str, g: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
+            trees.require_shape(name, g, mu, "momentum")
             return _update_both(
                 g,
                 mu,

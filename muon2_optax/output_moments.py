@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import averages, dtypes, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, sharding, states, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.matrices import require_matrix, rules_or_default
 from muon2_optax.rules import MatrixRules
@@ -123,9 +123,11 @@ def _divide_by_average_root(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, OutputSecondMomentState)
 
         def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
             new, gone = statistic(name, o)
+            _require_average(name, nu, new)
             v = averages.average(nu, new, b2)
             root = jnp.expand_dims(roots.sqrt(v + eps_root), gone)
             update = dtypes.widen(o) / averages.divisor(root, eps)
@@ -135,3 +137,14 @@ def _divide_by_average_root(
         return updates, OutputSecondMomentState(nu)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _require_average(name: str, nu: jax.Array, new: jax.Array) -> None:
+    """Refuses averages of another shape, which arithmetic may broadcast."""
+    if nu.shape != new.shape:
+        raise ValueError(
+            f"the average for {trees.quote(name)} has shape {nu.shape}, and must have"
+            f" {new.shape}: this state is of another optimizer, or of other rules or"
+            " parameters. Make a new one with init(params): the averages start anew,"
+            " the parameters stay"
+        )

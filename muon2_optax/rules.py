@@ -216,8 +216,11 @@ class MatrixRules:
         verdicts = self._verdicts(params)
         cases = [v.case for v in verdicts if v.doubtful]
         if cases:
+            are = "is doubtful; a rule settles it"
+            if len(cases) > 1:
+                are = "are doubtful; a rule settles each"
             raise ValueError(
-                f"{len(cases)} leaves are doubtful; a rule settles each:\n"
+                f"{trees.count(cases)} {are}:\n"
                 + doubts.text_of(cases, [v.path for v in verdicts], most=len(cases))
             )
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from muon2_optax import trees
 from muon2_optax.axes import ResolvedAxes
 
 
@@ -44,7 +45,9 @@ class MatchRMS:
         kinds = int | float | np.number | np.ndarray | jax.Array
         known = isinstance(self.rms, kinds) and not isinstance(self.rms, bool)
         if not known or np.shape(self.rms) or not 0 < self.rms < math.inf:
-            raise ValueError(f"rms must be a positive number, got {self.rms!r}")
+            raise ValueError(
+                f"rms must be a positive number, got {trees.show(self.rms)}"
+            )
         object.__setattr__(self, "rms", float(self.rms))
 
 
@@ -80,7 +83,7 @@ def check_shape_scale(scale: Any) -> None:
         return
     if not isinstance(scale, str) or scale not in SHAPE_SCALES:
         raise ValueError(
-            f"unknown shape scale {scale!r}; known: {sorted(SHAPE_SCALES)},"
+            f"unknown shape scale {trees.show(scale)}; known: {sorted(SHAPE_SCALES)},"
             " MatchRMS(0.2) for any root mean square, and functions of fan_in and"
             " fan_out"
         )

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from muon2_optax import averages, sharding, trees
+from muon2_optax import averages, sharding, states, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.execution import hyperball_step, inner_products
@@ -130,6 +130,7 @@ def hyperball(
                 "hyperball moves the parameters from where they are: call"
                 " update(updates, state, params)"
             )
+        states.require_kind(state, HyperballState)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         names, axes, us, (radii,), rebuild = flatten_matrices(
             rules, updates, state.radius

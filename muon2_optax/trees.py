@@ -6,7 +6,7 @@ is imported.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,17 @@ def is_empty(x: Any) -> bool:
 def quote(name: str) -> str:
     """Quotes the path of a leaf for an error; a tree that is one array has none."""
     return repr(name) if name else "the array itself"
+
+
+def show(value: Any) -> str:
+    """A wrong argument for an error: its value, or its type where that is long.
+
+    The parameters, given in the place of something else, would fill the screen.
+    """
+    size = sum(getattr(leaf, "size", 1) for leaf in jax.tree.leaves(value))
+    if isinstance(value, Mapping) or size > 16:
+        return f"a value of type {type(value).__name__}"
+    return repr(value)
 
 
 def named_leaves(
@@ -143,7 +154,7 @@ def flatten_leaves(
     for state, (_, structure) in zip(states, flat[1:]):
         # Equal structures have equal paths, which take much longer to compare.
         if structure != flat[0][1]:
-            _check_paths(tree, state)
+            _check_paths(tree, state, "state", _FOR_STATE)
     columns = [list(map(_array, leaves)) for leaves, _ in flat]
 
     def rebuild(*lists: Sequence[Any]) -> tuple[Any, ...]:
@@ -157,21 +168,80 @@ def _array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
 
 
-def _check_paths(updates: Any, state: Any) -> None:
-    """Refuses updates whose leaves are not those that the state was made for."""
-    new, old = _paths(updates), _paths(state)
+def _check_paths(updates: Any, other: Any, what: str, advice: str) -> None:
+    """Refuses updates whose leaves are not those of the other tree, which is ``what``.
+
+    ``advice`` says what to do.
+    """
+    new, old = _paths(updates), _paths(other)
     if new == old:
         return
-    pairs = itertools.zip_longest(new, old)
-    got, want = next((a, b) for a, b in pairs if a != b)
+    got = next((path for path in new if path not in old), None)
+    want = next((path for path in old if path not in new), None)
+    if got == want:  # the same paths in another order
+        pairs = itertools.zip_longest(new, old)
+        got, want = next((a, b) for a, b in pairs if a != b)
     raise ValueError(
-        f"the updates have {len(new)} leaves and the state has {len(old)}; the first"
-        f" that differ are {_quote_keys(got, want)} of the updates and"
-        f" {_quote_keys(want, got)} of the state. A state belongs to paths and their"
-        " order: update() needs the tree that init() saw, in the same containers (a"
-        " parameter without gradient needs zeros, not None); for another tree, make"
-        " another state with init()"
+        f"the updates have {count(new)} and the {what} {count(old)}; the first that"
+        f" differ are {_quote_keys(got, want)} of the updates and"
+        f" {_quote_keys(want, got)} of the {what}. {advice}"
     )
+
+
+_FOR_STATE = (
+    "A state belongs to paths and their order: update() needs the tree that init() saw,"
+    " in the same containers (a parameter without gradient needs zeros, not None); for"
+    " another tree, make another state with init()"
+)
+_FOR_PARAMS = (
+    "update() needs one update for each parameter, under the same path and in the same"
+    " order; a parameter without gradient needs zeros, not None"
+)
+
+
+def require_updates_of(updates: Any, params: Any) -> None:
+    """Refuses updates whose leaves have other paths or shapes than the parameters.
+
+    Leaves that are absent from both trees (None, ``optax.MaskedNode``) do not count,
+    and a box is the same leaf as what is in it.
+
+    Raises:
+      ValueError: it names the first leaf that differs.
+    """
+    (new, structure), (old, other) = jax.tree.flatten(updates), jax.tree.flatten(params)
+    if structure != other:
+        _check_paths(updates, params, "parameters", _FOR_PARAMS)
+    if list(map(_shape, new)) == list(map(_shape, old)):
+        return
+    names = [name for name, leaf in named_leaves(updates) if not is_empty(leaf)]
+    for name, u, p in zip(names, new, old):
+        require_shape(name, u, p, "parameter")
+
+
+def require_shape(name: str, update: Any, other: Any, what: str) -> None:
+    """Refuses an update of another shape than ``what`` belongs to it.
+
+    Arithmetic would broadcast the one to the other where it can.
+
+    Raises:
+      ValueError: it names the leaf and both shapes.
+    """
+    if _shape(update) != _shape(other):
+        raise ValueError(
+            f"the update of {quote(name)} has shape {_shape(update)}, but its {what}"
+            f" has shape {_shape(other)}: give update() the gradients of the"
+            " parameters that init() saw"
+        )
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """The shape of an array, a shape or a number."""
+    return tuple(getattr(x, "shape", ()))
+
+
+def count(leaves: Sequence[Any]) -> str:
+    """How many leaves there are, in words: ``1 leaf``, ``2 leaves``."""
+    return "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
 
 
 def _paths(tree: Any) -> list[tuple[str, ...]]:

@@ -251,3 +251,49 @@ def test_traced_and_scheduled_arguments_pass():
     )
     params = sample(0, {"w": (4, 6), "b": (6,)})
     assert set(tx.init(params).hyperparams) >= {"b1", "b2", "adam_b1", "eps"}
+
+
+FACTORIES = [
+    *m2.REGISTRY.values(),
+    m2.scale_by_momentum,
+    m2.scale_by_second_moment,
+    m2.scale_by_shape,
+    m2.scale_to_rms,
+    m2.hyperball,
+    m2.keep_norm,
+    m2.periodically,
+    m2.in_blocks,
+    m2.orthogonalize_jointly,
+    m2.equilibrate,
+    m2.newton_schulz_orthogonalize,
+    m2.MatrixRules,
+    m2.MatchRMS,
+    m2.Schedule,
+]
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f.__name__)
+def test_no_error_prints_the_parameters(factory):
+    """Given in the place of any argument, they may be gigabytes."""
+    params = {"w": jnp.arange(777.0).reshape(21, 37), "b": [jnp.zeros(19)]}
+    parameters = inspect.signature(factory).parameters
+    needed = {n: 0.5 for n, p in parameters.items() if p.default is p.empty}
+    refused = 0
+    for name in parameters:
+        try:
+            factory(**needed | {name: params})
+        except Exception as err:
+            refused += 1
+            assert "Array(" not in str(err) and len(str(err)) < 500, name
+    assert refused
+
+
+@pytest.mark.parametrize("factory", m2.REGISTRY.values(), ids=lambda f: f.__name__)
+def test_the_type_of_a_wrong_argument_is_said(factory):
+    params = {"w": jnp.arange(6.0).reshape(2, 3)}
+    with pytest.raises(TypeError, match="b1 must be a number.* of type dict"):
+        factory(0.03, params)
+    with pytest.raises(TypeError, match="rules must be .* of type dict"):
+        factory(0.03, rules=params)
+    with pytest.raises(TypeError, match="b1 must be a number, got '0.9'"):
+        factory(0.03, b1="0.9")

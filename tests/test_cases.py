@@ -59,7 +59,7 @@ def _param(name, case):
     if case["id"] in UNCOVERED:
         marks.append(pytest.mark.filterwarnings("ignore:no matrix rule:UserWarning"))
     if case["id"] in OBLONG:
-        marks.append(pytest.mark.filterwarnings("ignore:1 leaves may be:UserWarning"))
+        marks.append(pytest.mark.filterwarnings("ignore:1 leaf may be:UserWarning"))
     if reason := EXCEPTIONS.get(name, {}).get(case["id"]):
         marks.append(pytest.mark.skip(reason=reason))
     title = f"{name}-{case['id']}-{case['fn'].__name__}"

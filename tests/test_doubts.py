@@ -1,11 +1,14 @@
 """Doubtful leaves: what is said of them, once, and what settles it."""
 
+import linecache
 import re
 import warnings
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from matrices import normal32
 from routing import labels_of, leaf, matrices_of
 
@@ -244,3 +247,88 @@ def test_large_trees_are_described_by_pattern_within_100_columns():
     assert max(map(len, text.splitlines())) <= 100
     size = 48 * (64 * 64 + 2 * 64 * 256)
     assert f"total of matrix (Muon): 144 leaves, {size:,} parameters" in text
+
+
+def line_of(warning):
+    assert warning.filename == __file__
+    return linecache.getline(warning.filename, warning.lineno)
+
+
+def test_the_warning_points_at_the_line_of_the_user():
+    shape = (2, 3, 5)  # no rule for it
+
+    def warned(width, use):
+        tree = {"mystery": jnp.ones((*shape, width))}
+        with pytest.warns(UserWarning, match="no matrix rule") as seen:
+            use(tree)
+        return line_of(seen[0])
+
+    def labels(tree):
+        MatrixRules().labels(tree)  # labels
+
+    def init(tree):
+        m2.muon2(0.1).init(tree)  # init
+
+    def chain(tree):
+        tx = optax.chain(optax.clip_by_global_norm(1.0), m2.muon(0.1))
+        jax.eval_shape(tx.init, tree)  # chain
+
+    def jitted(tree):
+        def step(tree):
+            return m2.muon_h(0.1).init(tree)  # jitted
+
+        jax.jit(step)(tree)
+
+    def in_nnx(tree):
+        class Model(nnx.Module):
+            def __init__(self):
+                self.mystery = nnx.Param(tree["mystery"])
+
+        nnx.Optimizer(Model(), m2.muon2_f(0.1), wrt=nnx.Param)  # nnx
+
+    # Each text appears at one place only, so each tree has a shape of its own.
+    assert "# labels" in warned(3, labels)
+    assert "# init" in warned(4, init)
+    assert "# chain" in warned(5, chain)
+    assert "# jitted" in warned(6, jitted)
+    assert "# nnx" in warned(7, in_nnx)
+
+
+def test_init_and_update_show_it_once():
+    params = {"block": {"w": jnp.ones((24, 24))}, "odd": jnp.ones((2, 3, 9, 7))}
+    tx = m2.muon2(0.1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        state = tx.init(params)
+        for _ in range(2):
+            jax.eval_shape(tx.update, params, state, params)
+        jax.eval_shape(lambda g: tx.update(g, state, params), params)
+    assert len(seen) == 1 and "tx.init(params)" in line_of(seen[0])
+
+
+def test_filters_know_the_module_of_the_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module=r"muon2_optax\.routing")
+        MatrixRules().labels({"block": BLOCK, "x": leaf(2, 65)})
+
+
+@pytest.mark.parametrize(
+    "count, said", [(1, "^1 leaf may .* settles it"), (2, "^2 leaves may .* each:")]
+)
+def test_one_leaf_is_a_leaf(count, said):
+    tree = {"block": BLOCK} | {f"x{'y' * i}": leaf(2, 66) for i in range(count)}
+    with pytest.warns(UserWarning, match=said):
+        MatrixRules().labels(tree)
+    said = said.replace(" may ", " (is|are) doubtful").replace(" .* ", ".* ")
+    with pytest.raises(ValueError, match=said):
+        MatrixRules().check(tree)
+
+
+@pytest.mark.parametrize(
+    "count, said", [(2, "nor has 1 other leaf of"), (3, "nor have 2 other leaves of")]
+)
+def test_one_other_leaf_without_a_rule(count, said):
+    tree = {f"x{'y' * i}": leaf(2, 3, 4) for i in range(count)}
+    with pytest.raises(ValueError, match=said):
+        MatrixRules(strict=True).labels(tree)

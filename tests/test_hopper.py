@@ -238,3 +238,13 @@ def test_importing_the_package_does_not_import_pallas():
         "sys.exit(any(m.startswith('jax.experimental.pallas') for m in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("version", [(0, 9, 1), (0, 10, 7)])
+def test_the_version_of_jax_that_is_needed_is_said(version, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert not hopper.available()
+    with pytest.raises(RuntimeError, match=r"need JAX 0\.11 or later.*kernels\(True\)"):
+        _lowered(True, [(9, 896, 1056)])
+    # What stays on stock products needs no kernel.
+    assert "dot_general" in _lowered(True, [(9, 640, 1056)])

@@ -368,7 +368,9 @@ def test_only_what_names_leave_open_is_listed_and_the_callers_line_is_shown():
     assert rules.resolve("position_embedding", (12, 6)) is None
     assert rules.resolve("mystery", (6, 7)) is not None
     params = nnx.state(Positions(), nnx.Param)
-    with pytest.raises(ValueError, match="1 leaves.*\n.*'mystery'.*neither its module"):
+    with pytest.raises(
+        ValueError, match="1 leaf is.*\n.*'mystery'.*neither its module"
+    ):
         rules.check(params)
     patterns = (("mystery$", MatrixAxes(-1, -2)),)
     MatrixRules.of(Positions(), patterns=patterns).check(params)

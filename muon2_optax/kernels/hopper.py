@@ -31,6 +31,9 @@ def kernels(on: bool | None) -> Generator[None]:
 
     Args:
       on: whether programs use the kernels; None leaves it to the device.
+
+    Raises:
+      RuntimeError: where a kernel is traced under a JAX before 0.11.
     """
     token = _forced.set(on)
     try:
@@ -44,7 +47,7 @@ def available() -> bool:
     forced = _forced.get()
     if forced is not None:
         return forced
-    if jax.__version_info__ < (0, 11):
+    if jax.__version_info__ < symmetric.OLDEST_JAX:
         return False
     if jax.default_backend() != "gpu":
         return False

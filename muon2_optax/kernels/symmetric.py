@@ -20,6 +20,8 @@ from muon2_optax.kernels.tiles import Work
 
 # How many addends the kernel for products of square matrices has room for.
 ADDENDS = 2
+# Before it, Pallas does not load and store what the kernel does.
+OLDEST_JAX = (0, 11)
 
 
 def product(
@@ -151,6 +153,7 @@ def _check_fit(
 def _call(
     factors: jax.Array, work: Work, *operands: jax.Array, tiles: Tiles, **options: Any
 ) -> jax.Array:
+    _require_jax()
     # Import Pallas only where a kernel is used: the import takes a second, and fails
     # where JAX comes without Pallas. Do it before the kernel is traced: during tracing,
     # the import would make JAX forget the trace and lower the kernel twice.
@@ -160,6 +163,21 @@ def _call(
         factors, jnp.asarray(work, jnp.int32), *operands,
         tiles=tiles, clusters=clusters(tiles), **options,
     )  # fmt: skip
+
+
+def _require_jax() -> None:
+    """Refuses versions of JAX whose Pallas lacks what the kernel takes.
+
+    Raises:
+      RuntimeError: it names the version that is needed.
+    """
+    if jax.__version_info__ < OLDEST_JAX:
+        oldest = ".".join(map(str, OLDEST_JAX))
+        raise RuntimeError(
+            f"the kernels for Hopper GPUs need JAX {oldest} or later, and this is"
+            f" {jax.__version__}: update JAX, or leave out"
+            " muon2_optax.kernels.hopper.kernels(True)"
+        )
 
 
 def clusters(tiles: Tiles) -> int:

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import trees
+from muon2_optax import states, trees
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.decay import decay_weights
 from muon2_optax.matrices import rules_or_default
@@ -38,7 +38,7 @@ def _check_rest(rest: Any, **adam: Any) -> None:
     if not (hasattr(rest, "init") and hasattr(rest, "update")):
         raise TypeError(
             "rest must be an optax.GradientTransformation, such as optax.adamw(1e-3),"
-            f" or None; got {rest!r}"
+            f" or None; got {trees.show(rest)}"
         )
 
     def is_given(value: Any, default: Any) -> bool:
@@ -56,15 +56,33 @@ def _check_rest(rest: Any, **adam: Any) -> None:
         )
 
 
-def _require_own_state(state: Any) -> None:
-    """Refuses the state of another optimizer, as one restored from a checkpoint."""
-    groups = getattr(state, "inner_states", ())
+def _require_own_state(state: Any, own: Mapping[str, Any]) -> None:
+    """Refuses the state of another optimizer, as one restored from a checkpoint.
+
+    Args:
+      state: what ``update`` was given.
+      own: for groups that are known, the states of a tree without leaves.
+    """
+    new = (
+        "and cannot be converted. Make a new one with init(params): the momentum starts"
+        " anew, the parameters stay"
+    )
+    groups: Mapping[Any, Any] = getattr(state, "inner_states", {})
     if MATRIX not in groups or ADAM not in groups:
         raise ValueError(
-            f"this state, a {type(state).__name__}, is of another optimizer: it has no"
-            f" groups {MATRIX!r} and {ADAM!r}, and cannot be converted. Make a new one"
-            " with init(params): the momentum starts anew, the parameters stay"
+            f"this state, {states.describe(state)}, is of another optimizer: it has no"
+            f" groups {MATRIX!r} and {ADAM!r}, {new}. The arguments are"
+            " update(updates, state, params), in this order"
         )
+    for group, like in own.items():
+        different = states.first_difference(groups[group], like)
+        if different is not None:
+            got, want = map(states.describe, different)
+            raise ValueError(
+                "this state is of another optimizer, or of the same one with other"
+                f" arguments: its group {group!r} holds {got} where this optimizer"
+                f" keeps {want}, {new}"
+            )
 
 
 def _adam_h(
@@ -115,6 +133,7 @@ def route(
     ``cond`` to agree. Leaves of the rest whose path matches ``adam_h`` follow AdamW's
     direction on the hyperball, with the learning rate and ``radius`` of the matrices.
     """
+    rest_is_adamw = rest is None
     if rest is not None:
         _check_rest(
             rest,
@@ -154,6 +173,14 @@ def route(
     unbound = rules_or_default(rules)
     partition(unbound)  # so that unsuitable arguments are errors here, not in init
 
+    @functools.cache
+    def states_of_no_leaves() -> dict[str, Any]:
+        known = {MATRIX: matrix(unbound)} | ({ADAM: rest} if rest_is_adamw else {})
+        return {
+            group: optax.MaskedState(jax.eval_shape(tx.init, {}))
+            for group, tx in known.items()
+        }
+
     def init_fn(params: optax.Params) -> Any:
         trees.require_arrays(params)
         init = partition(unbound.bind(params)).init
@@ -161,7 +188,9 @@ def route(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
         trees.require_arrays(params)
-        _require_own_state(state)
+        _require_own_state(state, states_of_no_leaves())
+        if params is not None:
+            trees.require_updates_of(updates, params)
         inner = partition(unbound.bind(updates))
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state

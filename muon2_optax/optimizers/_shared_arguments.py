@@ -157,8 +157,11 @@ RAISES = {
             "In ``init``, rules whose axes do not fit, that match no leaf, or that are"
             " strict and leave out a leaf of rank 3 or more."
         ),
-        "learning_rate": "On update, the state of another optimizer; no ``params``,"
-        " where they are needed.",
+        "learning_rate": (
+            "On update, the state of another optimizer; updates whose paths or shapes"
+            " are not those of ``params`` or of the state; no ``params``, where they"
+            " are needed."
+        ),
     },
     "TypeError": {
         "": (

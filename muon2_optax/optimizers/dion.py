@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import averages, dtypes, sharding, trees
+from muon2_optax import averages, dtypes, sharding, states, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import stacks
 from muon2_optax.arrays.grouping import run_in_groups
@@ -105,8 +105,11 @@ def scale_by_low_rank_orthonormal(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, LowRankState)
         names, lists, rebuild = trees.flatten_leaves(updates, state.mu, state.q)
         axes = [matrix_axes(name, g) for name, g in zip(names, lists[0])]
+        for name, g, mu, _ in zip(names, *lists):
+            trees.require_shape(name, g, mu, "momentum")
 
         def run(settings: tuple[Any, Any], *xs: jax.Array) -> list[jax.Array]:
             leaves = list(map(_Leaf, axes, xs[0::3], xs[1::3], xs[2::3]))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import averages, dtypes, roots, sharding, trees
+from muon2_optax import averages, dtypes, roots, sharding, states, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.arrays import tracing
 from muon2_optax.decay import decay_weights
@@ -108,11 +108,14 @@ def factorized_second_moment(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, FactorizedSecondMomentState)
         count = jnp.asarray(optax.safe_increment(state.count))
         scales = averages.corrections(b1, b2, count, nesterov, bias_correction)
         names, axes, gs, (mus, rows, cols), rebuild = flatten_matrices(
             rules, updates, state.mu, state.nu_row, state.nu_col
         )
+        for name, g, mu in zip(names, gs, mus):
+            trees.require_shape(name, g, mu, "momentum")
         leaves = list(map(factored_moment.Leaf, names, axes, gs, rows, cols))
         second = factored_moment.update_moments(leaves, b2, shardings)
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from muon2_optax import states, trees
 from muon2_optax.arguments import check_arguments, check_names
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.decay import decay_weights
@@ -63,6 +64,8 @@ def periodically(
         return PeriodicState(zero, often.init(params), seldom.init(params))
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        states.require_kind(state, PeriodicState)
+
         # Both branches must return the same dtypes, which a traced factor could change.
         def run_seldom(updates: Any, state: Any) -> Any:
             new, inner = seldom.update(updates, state.seldom, params, **extra)
@@ -119,7 +122,8 @@ def in_blocks(
     rules = rules_or_default(rules)
     if np.shape(grid) != (2,) or not all(n >= 1 and n % 1 == 0 for n in grid):
         raise ValueError(
-            f"block_grid must be two whole numbers, 1 or more each, got {grid}"
+            "block_grid must be two whole numbers, 1 or more each, got"
+            f" {trees.show(grid)}"
         )
     along_inputs, along_outputs = map(int, grid)
     inner = make(_BLOCK_RULES)

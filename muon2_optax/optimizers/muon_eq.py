@@ -70,7 +70,7 @@ def equilibrate(
     """
     rules = rules_or_default(rules)
     if not isinstance(form, str) or form not in FORMS:
-        raise ValueError(f"unknown form {form!r}; known: {FORMS}")
+        raise ValueError(f"unknown form {trees.show(form)}; known: {FORMS}")
     scale = _by_roots if form == "roots" else _by_sweeps
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:

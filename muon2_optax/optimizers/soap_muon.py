@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import averages, dtypes, sharding, trees
+from muon2_optax import averages, dtypes, sharding, states, trees
 from muon2_optax.arguments import check_arguments
 from muon2_optax.decay import decay_weights
 from muon2_optax.execution import rotated_moment
@@ -128,11 +128,13 @@ def scale_by_soap(
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         del params
+        states.require_kind(state, SoapState)
         count = jnp.asarray(optax.safe_increment(state.count))
         scales = averages.corrections(b1, b2, count, nesterov, bias_correction)
         names, axes, gs, lists, rebuild = flatten_matrices(rules, updates, *state[1:])
-        for name, g in zip(names, gs):
+        for name, g, mu in zip(names, gs, lists[0]):
             require_whole_matrix(rules, name, g, "eigenbases")
+            trees.require_shape(name, g, mu, "momentum")
         leaves = list(map(rotated_moment.Leaf, gs, *lists))
         settings = rotated_moment.Settings(
             count, b1, b2, eps, shampoo_beta, scales, frequency, nesterov

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from muon2_optax import dtypes, operands
+from muon2_optax import dtypes, operands, trees
 from muon2_optax.arguments import check_names, check_static
 from muon2_optax.axes import ResolvedAxes
 from muon2_optax.decay import decay_weights
@@ -80,7 +80,8 @@ def orthogonalize_jointly(
     try:
         re.compile(joint)
     except (re.error, TypeError) as err:
-        raise ValueError(f"joint={joint!r} is no regular expression: {err}") from err
+        shown = trees.show(joint)
+        raise ValueError(f"joint={shown} is no regular expression: {err}") from err
 
     def update_fn(updates: optax.Updates, params: Any = None) -> optax.Updates:
         del params

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes
 from muon2_optax.routing import names
 
@@ -83,12 +84,16 @@ def check_patterns(patterns: Sequence[Any]) -> tuple[Pattern, ...]:
     pairs: list[Pattern] = []
     for pair in patterns:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"a rule is a (pattern, MatrixAxes) pair, got {pair!r}")
+            raise TypeError(
+                f"a rule is a (pattern, MatrixAxes) pair, got {trees.show(pair)}"
+            )
         pattern, axes = pair
         if not isinstance(pattern, str):
-            raise TypeError(f"a pattern is a str, got {pattern!r}")
+            raise TypeError(f"a pattern is a str, got {trees.show(pattern)}")
         if axes is not None and not isinstance(axes, MatrixAxes):
-            raise TypeError(f"rule {pattern!r}: want MatrixAxes or None, got {axes!r}")
+            raise TypeError(
+                f"rule {pattern!r}: want MatrixAxes or None, got {trees.show(axes)}"
+            )
         try:
             re.compile(pattern)
         except (re.error, TypeError) as err:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from muon2_optax import trees
 from muon2_optax.schedules.normalizations import AOL as AOL
 from muon2_optax.schedules.normalizations import Frobenius as Frobenius
 from muon2_optax.schedules.normalizations import Normalization as Normalization
@@ -54,7 +55,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.take not in ("first", "last", "whole"):
             raise ValueError(
-                f"take must be 'first', 'last' or 'whole', got {self.take!r}"
+                f"take must be 'first', 'last' or 'whole', got {trees.show(self.take)}"
             )
         if self.shorter and self.take != "whole":
             raise ValueError(
@@ -64,7 +65,7 @@ class Schedule:
         if not isinstance(self.normalization, Normalization):
             raise TypeError(
                 "normalization must be Frobenius(), AOL(), Schatten() or Spectral(),"
-                f" got {self.normalization!r}"
+                f" got {trees.show(self.normalization)}"
             )
         object.__setattr__(self, "triples", _check_triples(self.triples))
         object.__setattr__(self, "shorter", tuple(map(_check_triples, self.shorter)))
@@ -104,12 +105,13 @@ def _check_triples(triples: Any) -> tuple[Any, ...]:
     """Triples as floats, all finite."""
     if any(np.ndim(row) == 0 for row in triples):
         raise ValueError(
-            f"a schedule is a table, a single triple is ((a, b, c),), got {triples!r}"
+            "a schedule is a table, a single triple is ((a, b, c),), got"
+            f" {trees.show(triples)}"
         )
     rows = tuple(tuple(float(v) for v in row) for row in triples)
     if not rows or any(len(row) != 3 for row in rows):
         raise ValueError(
-            f"a schedule needs at least one triple (a, b, c), got {triples!r}"
+            f"a schedule needs at least one triple (a, b, c), got {trees.show(triples)}"
         )
     if not all(math.isfinite(v) for row in rows for v in row):
         raise ValueError(f"coefficients must be finite, got {rows}")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muon2_optax import trees
 from muon2_optax.schedules.coefficients import (
     SCHEDULES,
     Frobenius,
@@ -101,7 +102,7 @@ def _table_plan(table: Any, ns_steps: Any, steps: int | None) -> Plan:
     try:
         array = table if traced else np.asarray(table, np.float64)
     except (TypeError, ValueError) as err:
-        raise ValueError(f"{wanted}; got {table!r}") from err
+        raise ValueError(f"{wanted}; got {trees.show(table)}") from err
     if array.ndim not in (1, 2) or array.shape[-1] != 3:
         raise ValueError(f"{wanted}; got an array of shape {array.shape}")
     single = array.ndim == 1 or array.shape[0] == 1
@@ -154,4 +155,6 @@ def _static_int(steps: Any) -> int | None:
             raise TypeError("a bool counts nothing")
         return operator.index(steps)
     except TypeError as err:
-        raise ValueError(f"ns_steps must be an integer, got {steps!r}") from err
+        raise ValueError(
+            f"ns_steps must be an integer, got {trees.show(steps)}"
+        ) from err

@@ -1,0 +1,89 @@
+"""Recognizes states that another transform has made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def require_kind(state: Any, kind: Any) -> None:
+    """Refuses a state that is not of this class of named tuples.
+
+    A class with the same fields will do. So does one that has counters beside them,
+    because nothing is lost with these.
+
+    Raises:
+      ValueError: it names both classes.
+    """
+    if not _has_fields(state, kind._fields):
+        raise ValueError(
+            f"this state is {describe(state)} where this transform keeps"
+            f" {describe_fields(kind)}: it is of another one, and cannot be converted."
+            " Make a new one with init(params), and call update(updates, state, params)"
+            " in this order"
+        )
+
+
+def first_difference(state: Any, like: Any) -> tuple[Any, Any] | None:
+    """The first part of a state that has another form than ``like``, and its model.
+
+    Args:
+      state: of ``optax.chain`` and of the transforms in it.
+      like: what ``init`` makes of a tree without leaves, so that empty dictionaries
+        stand for trees of parameters, whose leaves are not compared here.
+
+    Returns:
+      The two parts, or None where the state can be used.
+    """
+    if hasattr(like, "_fields"):
+        if not _has_fields(state, like._fields):
+            return state, like
+        pairs = [(getattr(state, name), getattr(like, name)) for name in like._fields]
+    elif isinstance(like, tuple):
+        if not isinstance(state, tuple | list) or hasattr(state, "_fields"):
+            return state, like
+        if len(state) != len(like):
+            return state, like
+        pairs = list(zip(state, like))
+    elif isinstance(like, Mapping) and like:
+        if not isinstance(state, Mapping) or not like.keys() <= state.keys():
+            return state, like
+        pairs = [(state[key], like[key]) for key in like]
+    else:
+        return None
+    found = (first_difference(*pair) for pair in pairs)
+    return next((pair for pair in found if pair is not None), None)
+
+
+def describe(state: Any) -> str:
+    """The classes of a state, for an error: ``(MomentumState(mu), EmptyState())``."""
+    if hasattr(state, "_fields"):
+        return describe_fields(type(state))
+    if isinstance(state, tuple | list):
+        return f"({', '.join(map(describe, state))})"
+    return f"of type {type(state).__name__}"
+
+
+def describe_fields(kind: Any) -> str:
+    """A class of named tuples with its fields, ``MomentumState(mu)``."""
+    return f"{kind.__name__}({', '.join(kind._fields)})"
+
+
+def _has_fields(state: Any, fields: tuple[str, ...]) -> bool:
+    """Whether a state has these fields, and besides them at most counters."""
+    if hasattr(state, "_fields"):
+        others = (getattr(state, name) for name in state._fields if name not in fields)
+        return set(fields) <= set(state._fields) and all(
+            map(_holds_counters_only, others)
+        )
+    if not fields:
+        return _holds_counters_only(state)
+    # Every tuple has a method that is called ``count``.
+    return not isinstance(state, tuple | list) and all(
+        hasattr(state, name) for name in fields
+    )
+
+
+def _holds_counters_only(state: Any) -> bool:
+    return all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(state))
