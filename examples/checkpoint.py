@@ -6,6 +6,7 @@ read; training then takes the one before it.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -224,9 +225,10 @@ class Store:
         try:
             for step in steps if jax.process_index() == 0 else []:
                 place.mkdir(exist_ok=True)
-                before = len([*place.glob(f"{self._folder.name}-{step}-*")])
-                target = place / f"{self._folder.name}-{step}-{before + 1}"
-                (self._folder / str(step)).rename(target)
+                name = f"{self._folder.name}-{step}"
+                targets = (place / f"{name}-{number}" for number in itertools.count(1))
+                free = next(target for target in targets if not target.exists())
+                (self._folder / str(step)).rename(free)
         except OSError as error:
             raise WriteFailed(place, error) from None
         if steps:

@@ -7,6 +7,7 @@ This module imports neither JAX nor NumPy, so that a bad option is reported at o
 
 import argparse
 import dataclasses
+import io
 import sys
 import types
 import typing
@@ -45,6 +46,8 @@ def run_command(name: str, run: Callable[[], int | None]) -> int:
     Libraries that take long to import are imported inside of `run`, so that Ctrl-C is
     one line then as well.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # text may not fit its encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return run() or 0
     except UserError as error:

@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,9 +53,17 @@ class Report:
             self._file.close()
 
     def say(self, *lines: str) -> None:
-        """Print lines at once, also where stdout is a file."""
-        if self._file is not None:
+        """Print lines at once, also where stdout is a file.
+
+        A full disk or a closed pipe must not end the training: nothing more is shown
+        then, and the records go on.
+        """
+        if self._file is None:
+            return
+        try:
             print(*lines, sep="\n", flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def record(self, kind: str, **fields: Any) -> None:
         """Append one record to the JSONL file; a kill cannot take it back."""

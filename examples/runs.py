@@ -16,7 +16,9 @@ SETTINGS_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINT_FOLDER = "checkpoints"
 
-_VERSION = 2  # of the defaults: options that were not given mean what they did then
+# Of the defaults of `optim` and of what is recorded: a run goes on only under those
+# with which it was begun.
+_VERSION = 3
 
 # What may differ between the start of a run and its continuation: nothing here changes
 # what is computed, except that more steps make the schedule longer.

@@ -76,6 +76,7 @@ class Training:
         # Of training alone: validating and saving end by starting the clock anew.
         self._seconds, self._since = 0.0, math.nan
         self._first_bad = 0  # of the bad steps in a row that end with the newest
+        self._due = False  # a checkpoint, when a step is good again
         self._begin = self._saved_at = time.perf_counter()
 
     def result(self) -> dict[str, Any]:
@@ -159,7 +160,8 @@ class Training:
                     self._evaluate(number)
                 asked, late = self._asked(number)
                 last = bool(asked) or number == run.steps
-                if last or late or (every and number % every == 0):
+                regular = every and number % every == 0
+                if last or late or regular or self._due:
                     self._save(last=last)
                 if asked and number < run.steps:
                     self._store.wait()
@@ -228,8 +230,9 @@ class Training:
             self._report.record("sample", optimizer=name, step=number, text=text)
             self._report.say(f"{name}: {text!r}")
         if self._save_options.keep_best and self._val_loss < self._best_loss:
-            self._best_loss, self._store.best_step = self._val_loss, number
-            self._save(last=False)
+            self._save(last=True)
+            if not self._due:  # the best so far stays until there is a better one
+                self._best_loss, self._store.best_step = self._val_loss, number
         self._since = time.perf_counter()
 
     def _sound(self) -> bool:
@@ -250,11 +253,12 @@ class Training:
     def _save(self, *, last: bool) -> None:
         """Begin a checkpoint, after all records up to its step are on disk.
 
-        Not after bad steps: the state may be what makes them bad, and must not replace
-        others. Only the last is saved if it is good nevertheless.
+        After bad steps it waits for a good one: the state may be what makes them bad,
+        and must not replace others. The last is saved if it is good nevertheless.
         """
         self._read(keep=0)
-        if not self._first_bad or (last and self._sound()):
+        self._due = bool(self._first_bad) and not (last and self._sound())
+        if not self._due:
             self._report.sync()
             self._store.save(self._state)
             self._saved_at = time.perf_counter()

@@ -88,6 +88,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:
     more: Any = {"special_tokens": [END], "show_progress": sys.stderr.isatty()}
     bpe.train_from_iterator(texts, vocab_size, min_frequency=0, **more)
     trained = tokenizers.Tokenizer.from_str(bpe.to_str())
+    trained.post_processor = None  # it would change offsets, which nobody reads
     return SubwordTokenizer(trained, f"bpe {trained.get_vocab_size()}")
 
 

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_a_damaged_checkpoint_is_skipped_and_set_aside(
 ) -> None:
     folder = cut_back(finished, tmp_path / "run")
     damage(folder / "checkpoints" / "muon2" / "12", kind)
+    (folder / "damaged" / "muon2-12-2" / "of an earlier time").mkdir(parents=True)
     # The run had finished: only a longer one reads its checkpoints again.
     assert main(["--resume", "--out", str(folder), "--steps", "13"]) == 0
     assert "checkpoint of step 12 skipped" in capsys.readouterr().out
@@ -344,23 +346,32 @@ def test_load_params_names_what_is_missing(finished: Path, tmp_path: Path) -> No
         checkpoint.load_params(tmp_path)
 
 
+@pytest.fixture
+def poison(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the gradient of the batch of one step not finite."""
+
+    def of_step(number: int) -> None:
+        averaged = step._averaged_gradients
+
+        def poisoned(loss_fn: Any, params: Any, tokens_BxM: Any, parts: int) -> Any:
+            losses, grads = averaged(loss_fn, params, tokens_BxM, parts)
+            bad = (tokens_BxM == bad_row[None]).all(axis=1).any()
+            return losses, jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
+
+        bad_row = loader.load(parse(argv)).train.at(number - 1)[2]
+        monkeypatch.setattr(step, "_averaged_gradients", poisoned)
+
+    return of_step
+
+
 def test_a_failing_step_is_skipped_counted_and_shown(
     argv: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    poison: Callable[[int], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One batch whose gradient is not finite; its neighbours train as ever."""
-    averaged = step._averaged_gradients
-
-    def poisoned(loss_fn: Any, params: Any, tokens_BxM: Any, parts: int) -> Any:
-        losses, grads = averaged(loss_fn, params, tokens_BxM, parts)
-        bad = (tokens_BxM == bad_row[None]).all(axis=1).any()
-        return losses, jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
-
-    config = parse([*argv, "--out", str(tmp_path / "run")])
-    bad_row = loader.load(config).train.at(4)[2]
-    monkeypatch.setattr(step, "_averaged_gradients", poisoned)
+    poison(5)
     assert main([*argv, "--steps", "8", "--out", str(tmp_path / "run")]) == 0
     assert "muon2: step 5 skipped" in capsys.readouterr().out
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -370,6 +381,37 @@ def test_a_failing_step_is_skipped_counted_and_shown(
     assert [r["grad_norm"] is None for r in train] == [r["step"] == 5 for r in train]
     assert train[-1]["loss"] < train[0]["loss"]
     assert [r["skipped"] for r in train] == [0] * 4 + [1] * 4
+
+
+def test_a_checkpoint_that_is_due_at_a_failing_step_is_made_at_the_next(
+    argv: list[str], tmp_path: Path, poison: Callable[[int], None]
+) -> None:
+    poison(3)
+    options = ["--steps", "7", "--save-every", "3", "--save-minutes", "0"]
+    assert main([*argv, *options, "--out", str(tmp_path / "run")]) == 0
+    assert sorted(steps(tmp_path / "run")) == ["4", "6", "7"]
+
+
+def test_the_best_of_a_failing_step_is_kept(
+    argv: list[str], tmp_path: Path, poison: Callable[[int], None]
+) -> None:
+    """The state is that of the step before, and its validation loss the lowest."""
+    poison(4)
+    options = ["--steps", "8", "--save-every", "0", "--save-minutes", "0"]
+    options += [
+        "--keep",
+        "1",
+        "--keep-best",
+        "--eval-every",
+        "4",
+        "--warmup-steps",
+        "8",
+    ]
+    options += ["--learning-rate", "1e-9", "--adam-learning-rate", "0.3"]
+    assert main([*argv, *options, "--out", str(tmp_path / "run")]) == 0
+    kept, found = steps(tmp_path / "run"), losses(tmp_path / "run", "eval")
+    best = min(found, key=lambda number: found[number])
+    assert best == 4 and sorted(kept) == ["4", "8"]
 
 
 def injure(path: Path, rng: random.Random) -> str:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import errno
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples import config, pretrain, sample
+from examples import config, optim, pretrain, runs, sample
 from examples.files import (
     RecordFile,
     WriteFailed,
@@ -18,7 +19,8 @@ from examples.files import (
     write_json,
 )
 from examples.options import UserError
-from examples.runs import claimed
+from examples.report import Report
+from examples.runs import METRICS_FILE, claimed
 
 TRAIN = {"kind": "train", "optimizer": "muon2", "step": 1, "tokens": 8, "seconds": 0.1}
 TRAIN |= {"loss": 5.5}
@@ -109,6 +111,26 @@ def test_replacing_a_file_fails_in_one_line(
     with pytest.raises(WriteFailed, match=r"config\.json .*No space"):
         write_atomically(path, [b"new"])
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_a_full_disk_under_stdout_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with Report(config.parse([]), tmp_path) as report:
+            report.say("one line", "and another")
+            report.say("one more")
+            report.record("sample", optimizer="muon2", step=1, text="text")
+    assert [r["text"] for r in read_metrics(tmp_path / METRICS_FILE)] == ["text"]
+
+
+def test_a_run_goes_on_only_under_the_defaults_that_it_had() -> None:
+    """Who changes the trainer's choices gives them another version, and this digest."""
+    choices = optim.CHOICES, optim.TINY_RATES, optim.RATES, optim.ADAM
+    digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:8]
+    assert (runs._VERSION, digest) == (3, "ade800b7")
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
