@@ -129,7 +129,7 @@ class Finder(ast.NodeVisitor):
         for keyword in node.keywords:
             start, end = self.span(keyword)
             after = re.compile(rb"\s*,?\s*").match(self.source, end)
-            # A check of lengths that are equal is not missed.
+            # Where lengths are equal, no test can notice a missing ``strict``.
             if keyword.arg not in (None, "strict") and after:
                 self.found.append(("keyword", start, after.end(), ""))
             if keyword.arg == "axis" and isinstance(keyword.value, ast.Constant):

@@ -130,7 +130,8 @@ class DataConfig(Options):
     val_fraction: float = option(0.05, "part of the text held out", "[0.001, 0.5]")
 
 
-# The optimizer that docs/choosing.md recommends, and what it is compared with.
+# Models are trained by the optimizer that docs/choosing.md recommends. Tiny ones are
+# also trained by those that it is compared with.
 RECOMMENDED = "muon2_f_h"
 COMPARED = f"adamw,muon,muon2,muon2_f,{RECOMMENDED}"
 _OPTIMIZER = (

@@ -8,7 +8,7 @@ from typing import Any
 from examples.files import read_metrics, write_atomically
 from examples.options import UserError
 
-# Of every optimizer its records, by kind.
+# The records of a run, by optimizer and then by their kind.
 Curves = dict[str, dict[str, list[dict[str, Any]]]]
 NATS = ("loss", "nats per token")
 

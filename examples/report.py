@@ -18,7 +18,7 @@ from examples.runs import METRICS_FILE
 
 # A line of training is printed so often, at most.
 _LINE_SECONDS = 10.0
-# Of the table: what is shown of which number, and how.
+# The columns of the closing table: for each number its heading and its format.
 _TABLE = {"optimizer": ("optimizer", "s"), "ns_steps": ("K", "d")}
 _TABLE |= {"ns_coeffs": ("coeffs", "s"), "learning_rate": ("rate", "g")}
 _TABLE |= {"val_loss": ("val loss", ".4f"), "bits_per_byte": ("bits/byte", ".4f")}
@@ -63,7 +63,8 @@ class Report:
         try:
             print(*lines, sep="\n", flush=True)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
     def record(self, kind: str, **fields: Any) -> None:
         """Append one record to the JSONL file; a kill cannot take it back."""

@@ -162,7 +162,7 @@ class Training:
                 last = bool(asked) or number == run.steps
                 regular = every and number % every == 0
                 if last or late or regular or self._due:
-                    self._save(last=last)
+                    self._save(now=last)
                 if asked and number < run.steps:
                     self._store.wait()
                     saved = (self._store.steps() or [0])[-1]
@@ -230,7 +230,7 @@ class Training:
             self._report.record("sample", optimizer=name, step=number, text=text)
             self._report.say(f"{name}: {text!r}")
         if self._save_options.keep_best and self._val_loss < self._best_loss:
-            self._save(last=True)
+            self._save(now=True)
             if not self._due:  # the best so far stays until there is a better one
                 self._best_loss, self._store.best_step = self._val_loss, number
         self._since = time.perf_counter()
@@ -250,14 +250,14 @@ class Training:
         kept = self._store.steps()
         return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
 
-    def _save(self, *, last: bool) -> None:
+    def _save(self, *, now: bool) -> None:
         """Begin a checkpoint, after all records up to its step are on disk.
 
         After bad steps it waits for a good one: the state may be what makes them bad,
-        and must not replace others. The last is saved if it is good nevertheless.
+        and must not replace others. With `now` it is saved if it is good nevertheless.
         """
         self._read(keep=0)
-        self._due = bool(self._first_bad) and not (last and self._sound())
+        self._due = bool(self._first_bad) and not (now and self._sound())
         if not self._due:
             self._report.sync()
             self._store.save(self._state)

@@ -213,8 +213,8 @@ def _take_least_of_groups(name: str, shrink: jax.Array, groups: int) -> jax.Arra
 def _heads_are_batch(name: str, axes: ResolvedAxes, shrink: jax.Array) -> bool:
     """Whether heads are matrices of their own rather than among the outputs."""
     extra = len(axes.batch) - (shrink.ndim - 1)
-    # Where the outputs are (heads, size), they hold the heads already, and one more
-    # batch axis would be something else.
+    # If the outputs are (heads, size), the heads are among them. Then another batch
+    # axis cannot be the heads.
     if extra not in (0, 1) or (extra and len(axes.outs) > 1):
         raise ValueError(
             f"{name!r} of shape {axes.shape} has {len(axes.batch)} batch axes, but the"

@@ -94,8 +94,8 @@ def decay_weights(
     Where the decay is 0, ``update`` needs no parameters.
     """
     add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
-    inner, unmasked = add(weight_decay, mask), add(weight_decay)
-    # Schedules and traced numbers may be other than 0 later.
+    inner = add(weight_decay, mask)
+    # A schedule or a traced number that is 0 now may be another number later.
     number = not callable(weight_decay) and not isinstance(weight_decay, jax.Array)
     none = number and weight_decay == 0
 
@@ -112,8 +112,8 @@ def decay_weights(
     def init_fn(params: optax.Params) -> Any:
         if mask is None or jax.tree.leaves(params):
             return inner.init(params)
-        # The mask may be made for a tree that has leaves.
-        return optax.MaskedState(unmasked.init(params))
+        # A mask made for a tree with leaves does not fit one without.
+        return optax.MaskedState(add(weight_decay).init(params))
 
     return optax.GradientTransformation(init_fn, update_fn)
 

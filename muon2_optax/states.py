@@ -79,7 +79,8 @@ def _has_fields(state: Any, fields: tuple[str, ...]) -> bool:
         )
     if not fields:
         return _holds_counters_only(state)
-    # Every tuple has a method that is called ``count``.
+    # Plain tuples and lists have no fields, but a method ``count``, which ``hasattr``
+    # would take for the field of that name.
     return not isinstance(state, tuple | list) and all(
         hasattr(state, name) for name in fields
     )

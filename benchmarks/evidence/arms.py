@@ -149,6 +149,17 @@ def watch() -> Transform:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+def watched_updates(state: Any) -> Any:
+    """What went last through the one ``watch`` of an optimizer, from its state."""
+
+    def is_watched(part: Any) -> bool:
+        return isinstance(part, Watched)
+
+    parts = jax.tree.leaves(state, is_leaf=is_watched)
+    (watched,) = filter(is_watched, parts)
+    return watched.updates
+
+
 def direction(arm: Arm, rules: m2.MatrixRules, watched: bool = False) -> Transform:
     """From gradients of matrices to the direction of their step."""
     kinds: dict[str, Callable[[], list[Transform]]] = {

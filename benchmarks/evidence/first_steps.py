@@ -18,9 +18,9 @@ import numpy as np
 
 import muon2_optax as m2
 from benchmarks import record
-from benchmarks.evidence import data, sizes, training
-from benchmarks.evidence.arms import ARMS, Arm, Watched
-from benchmarks.evidence.cells import FIELDS, Cell
+from benchmarks.evidence import data, run, sizes, training
+from benchmarks.evidence.arms import ARMS, Arm, watched_updates
+from benchmarks.evidence.cells import Cell
 from benchmarks.fit_schedules import scalar_map
 from muon2_optax.kernels import hopper
 from muon2_optax.schedules import plans
@@ -56,12 +56,7 @@ def look_at(
 
     def look(step: int, state: Any) -> None:
         del step
-        (watched,) = (
-            s
-            for s in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, Watched))
-            if isinstance(s, Watched)
-        )
-        inputs = watched.updates
+        inputs = watched_updates(state)
         outputs = jax.jit(lambda x: transform.update(x, transform.init(x))[0])(inputs)
         pairs = zip(
             jax.tree_util.tree_leaves_with_path(inputs), jax.tree.leaves(outputs)
@@ -75,14 +70,12 @@ def look_at(
 
 
 def line(
-    cell: Cell, kernels: bool, found: Mapping[str, Any], matrices: Mapping[str, Any]
+    cell: Cell, found: Mapping[str, Any], environment: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     """What is kept of a run: no final loss, because its schedule goes on."""
-    named = {name: getattr(cell, name) for name in FIELDS}
-    run = {key: found[key] for key in ("curve", "steps_run")}
-    return {"benchmark": "first_steps", **named, "kernels": kernels, **run} | (
-        {"matrices": dict(matrices)} if matrices else {}
-    )
+    kept = {key: found[key] for key in ("curve", "steps_run")}
+    row = run.line(cell, more | kept, environment)
+    return row | {"benchmark": "first_steps"}
 
 
 def main() -> None:
@@ -117,7 +110,8 @@ def main() -> None:
                 matrices: dict[str, Any] = {}
                 look = look_at(ARMS[name], trainer.rules, args.blocks, matrices)
                 found = trainer.run(cell, look, [args.look], stop=args.stop)
-                row = line(cell, switch == "on", found, matrices) | environment
+                more = {"kernels": switch == "on", "matrices": matrices}
+                row = line(cell, found, environment, **more)
                 record.write(args.out, [row])
                 print(json.dumps(row), flush=True)
             trainer.close()

@@ -49,14 +49,8 @@ class Collector:
         """A ``look`` for ``training.Trainer.run``."""
 
         def look(step: int, state: Any) -> None:
-            (watched,) = [
-                s
-                for s in jax.tree.leaves(
-                    state, is_leaf=lambda s: isinstance(s, arms.Watched)
-                )
-                if isinstance(s, arms.Watched)
-            ]
-            leaves = jax.tree_util.tree_leaves_with_path(watched.updates)
+            updates = arms.watched_updates(state)
+            leaves = jax.tree_util.tree_leaves_with_path(updates)
             # Before the next step donates them.
             for path, leaf in jax.device_get(leaves):
                 name = jax.tree_util.keystr(path, simple=True, separator="/")

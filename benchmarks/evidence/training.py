@@ -84,7 +84,8 @@ class Trainer:
         control = "decay" if control == "none" else control
         key = arm, control, watched
         if key not in self._updates:
-            # What this thread has set, such as ``hopper.kernels``, holds there too.
+            # Threads of a pool have context variables of their own. Compile under those
+            # of this thread, where ``hopper.kernels`` may be set.
             run = contextvars.copy_context().run
             self._updates[key] = self._pool.submit(run, self._compile, *key)
         return self._updates[key]

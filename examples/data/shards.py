@@ -143,10 +143,8 @@ def open_folder(path: Path, *, finished: bool = True) -> Folder:
     check(index.get("finished", True) or not finished, f"{path}: {said}")
     problems = [f"{tok.FILE} is missing"] if not (path / tok.FILE).is_file() else []
     for shard in index["shards"]:
-        name, wanted = (
-            shard["name"],
-            shard["tokens"] * np.dtype(shard["dtype"]).itemsize,
-        )
+        name, itemsize = shard["name"], np.dtype(shard["dtype"]).itemsize
+        wanted = shard["tokens"] * itemsize
         if not (path / name).exists():
             problems.append(f"{name} is missing")
         elif (size := (path / name).stat().st_size) != wanted:

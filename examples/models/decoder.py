@@ -19,7 +19,8 @@ from examples.models.attention import Attention, Cache
 from examples.models.moe import Mixture
 from examples.options import check
 
-# What is not computed anew in the backward pass, by --remat.
+# The results of the forward pass that are kept for the backward pass, by --remat. All
+# others are computed a second time.
 _KEPT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,

@@ -13,8 +13,9 @@ from muon2_optax.axes import ResolvedAxes
 from muon2_optax.kernels import hopper
 from muon2_optax.sharding import Axes, Location
 
-# Rows are averaged in groups of so many, and then the averages of groups. Two stages
-# give a GPU enough to do at once; in a single one XLA would store all squares.
+# The mean over rows is taken in two stages: within groups of this many rows, and then
+# over the groups. This gives a GPU enough work at once. If the mean were taken in a
+# single stage, XLA would store all squares in memory.
 GROUP = 16
 
 

@@ -40,7 +40,7 @@ def restore_part(shards: jax.Array, like: jax.Array, leaf: StoredLeaf) -> jax.Ar
     x = jnp.transpose(x, back)
     if x.dtype == jnp.float16 and back != tuple(range(x.ndim)):
         # Transpose in a separate pass. XLA for GPUs would fuse it with the update of
-        # the parameter, which could then not happen in place.
+        # the parameter, and could then not update the parameter in place.
         x = store_row_major(x)
     return x.astype(like.dtype)
 

@@ -19,8 +19,8 @@ from muon2_optax.kernels.pipeline import MULTIPLY, SWIZZLED, Pipeline, buffers
 from muon2_optax.kernels.tile_scheduler import OutputTile, TileScheduler
 from muon2_optax.kernels.tiles import Tiles, Work
 
-# How many registers each thread has: of the warpgroup that copies, and of those that
-# multiply, which get the rest.
+# Registers per thread. The warpgroup that copies needs few, and leaves the others to
+# those that multiply.
 FEEDS, MULTIPLIES = 40, 232
 
 

@@ -23,11 +23,13 @@ from muon2_optax.schedules.plans import Plan
 
 # The kernel reads its operands in this many columns at a time.
 COLUMNS = 64
-# Gram matrices are stored multiplied by this. Most of their entries are small, and
-# float16 numbers below 6e-5 are subnormal, with fewer bits. Times 512 they still fit
-# while the singular values of X are below 11, since float16 ends at 65504.
+# Gram matrices are multiplied by this factor before they are stored. Most of their
+# entries are small, and float16 has fewer bits for numbers below 6e-5. With a factor of
+# 512 the entries stay below 65504, the end of float16, as long as the singular values
+# of X are below 11.
 GRAIN = 512.0
-# The tiles for sides that the larger tiles do not divide, or that hold too few of them.
+# These tiles are for matrices whose sides are no multiple of the larger tiles' side, or
+# have room for too few of those.
 SMALL = symmetric.Tiles(side=128, stages=4, delay=1)
 
 

@@ -20,7 +20,7 @@ from muon2_optax.kernels.tiles import Work
 
 # How many addends the kernel for products of square matrices has room for.
 ADDENDS = 2
-# Before it, Pallas does not load and store what the kernel does.
+# The first JAX whose Pallas has the loads and stores that the kernel uses.
 OLDEST_JAX = (0, 11)
 
 

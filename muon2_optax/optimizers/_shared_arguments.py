@@ -138,7 +138,9 @@ NOT_ON_SPHERE = {
     ),
 }
 
-# What optimizers refuse: for each argument what those refuse that have it; "" for all.
+# What optimizers refuse, by the error that they raise. Each text stands under an
+# argument, and is in the docstrings of the optimizers that have it. The texts under ""
+# are in all docstrings.
 RAISES = {
     "ValueError": {
         "": (

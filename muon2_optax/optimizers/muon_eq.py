@@ -24,7 +24,7 @@ from muon2_optax.sharding import Shardings
 
 Form = Literal["roots", "sweeps"]
 FORMS = ("roots", "sweeps")
-# Of the second form: the number of sweeps, and the limit of a sweep's factors.
+# The form "sweeps" makes so many sweeps, and limits the factors of each to this.
 SWEEPS, LARGEST = 2, 4.0
 
 

@@ -19,7 +19,8 @@ Row = tuple[str, ...]
 WIDTH = 100
 # Trees of more leaves than this are shown by pattern: "layers/*/kernel x 48".
 FEW_LEAVES = 100
-# What may stand between the user's call and a warning.
+# A warning points at the line of the user's program that led to it. To find that line,
+# the stack frames of these packages are skipped.
 LIBRARIES = ("muon2_optax", "optax", "jax", "flax", "equinox", "contextlib")
 SETTLED = "MatrixRules.of(model) asks the model's modules, or a rule settles each"
 NO_MATRIX = (

@@ -27,7 +27,7 @@ from examples.pretrain import main
 from examples.runs import claimed, store_settings
 
 ROOT = Path(__file__).parents[2]
-# Orbax forgets a coroutine where a checkpoint is damaged.
+# Orbax leaves a coroutine without awaiting it where a checkpoint is damaged.
 pytestmark = pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning")
 
 
