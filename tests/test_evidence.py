@@ -344,7 +344,8 @@ def test_fewer_steps_of_a_known_curve():
     ids=str,
 )
 def test_verdicts(found, target, want):
-    assert claims.verdict(found, target) == want
+    claim = claims.Claim("", "", target, lambda results: found, "")
+    assert claims.verdict(claim, claim.measure({})) == want
 
 
 # --- the pages --------------------------------------------------------------------

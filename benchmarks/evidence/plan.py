@@ -150,6 +150,13 @@ PLANS: dict[str, list[Stage]] = {
         repeats((OURS,), "hyperball", 2, (102, 103), "gpt_124m", 350),
         grid((BASE, FIVE, OURS), [("decay", 0.3, (0.02,))], "gpt_124m", steps=350),
     ],
+    # At GPT-124M the recipe is best at the highest rate of the grid.
+    "gpt_124m_rates": [
+        grid((BASE, FIVE), [("hyperball", 0.0, (0.07,))], "gpt_124m", steps=350),
+        repeats((BASE, FIVE), "hyperball", 4, (102, 103), "gpt_124m", 350),
+        grid((BASE, FIVE), [BEST_RATE], "gpt_124m", (102, 103)),
+        grid((FIVE,), [("decay", 0.3, (0.03, 0.02))], "gpt_124m", steps=350),
+    ],
     # The paper's comparison, each method at the best of two rates and two controls.
     "gpt_124m": [
         grid(PAPER, [treatment], "gpt_124m", steps=350)

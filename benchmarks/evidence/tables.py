@@ -58,7 +58,7 @@ def claim_table(results: Results, chosen: Sequence[claims.Claim]) -> str:
     rows = []
     for claim in chosen:
         found = claim.measure(results)
-        word = claims.verdict(found, claim.target)
+        word = claims.verdict(claim, found)
         rows.append([claim.text, claim.source, shown(found), f"**{word}**", claim.how])
     return table(["claim", "claimed", "here", "verdict", "compared"], rows)
 
@@ -91,6 +91,29 @@ def grid_table(results: Results) -> str:
         ]
         rows.append([cells[0].treatment, f"{rate:g}", *texts])
     return table(["weights", "rate", *arms], rows)
+
+
+def arm_table(results: Results, size: str, steps: int) -> str:
+    """Perplexities of the first seed, an arm a row; the best of a column bold."""
+    found = {
+        (c.arm, (c.control, c.decay, c.rate)): (row["loss"] or math.inf, row, c)
+        for c, row in results.items()
+        if (c.size, c.steps, c.seed) == (size, steps, FIRST_SEED)
+    }
+    places = sorted({place for _, place in found})
+    least = {p: min(found[key][0] for key in found if key[1] == p) for p in places}
+    names = {
+        place: f"{c.treatment}, {c.rate:g}" for (_, place), (*_, c) in found.items()
+    }
+    rows = []
+    for arm in dict.fromkeys(arm for arm, _ in sorted(found)):
+        texts = []
+        for place in places:
+            loss, row, _ = found.get((arm, place), (math.nan, None, None))
+            mark = "**" if loss == least[place] else ""
+            texts.append(f"{mark}{perplexity(row)}{mark}")
+        rows.append([arm, *texts])
+    return table(["arm", *(names[place] for place in places)], rows)
 
 
 def seed_table(results: Results) -> str:
