@@ -1,10 +1,12 @@
 """Recognizes states that another transform has made."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from muon2_optax import trees
 
 
 def require_kind(state: Any, kind: Any) -> None:
@@ -22,6 +24,33 @@ def require_kind(state: Any, kind: Any) -> None:
             f" {describe_fields(kind)}: it is of another one, and cannot be converted."
             " Make a new one with init(params), and call update(updates, state, params)"
             " in this order"
+        )
+
+
+def require_statistic(
+    name: str, x: Any, shape: Sequence[int], what: str, options: str
+) -> None:
+    """Refuses a statistic of another shape than the arguments of a transform give it.
+
+    Arithmetic may broadcast the one to the other, and no error would follow.
+
+    Args:
+      name: the path of the leaf that it belongs to.
+      x: the statistic, as the state holds it.
+      shape: the one that ``init`` would give it.
+      what: what it is, for the error.
+      options: which arguments its shape depends on, ``"another rank_fraction"``.
+
+    Raises:
+      ValueError: it names the leaf, both shapes and the options.
+    """
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(
+            f"the {what} of {trees.quote(name)} has shape {tuple(x.shape)} in this"
+            f" state, and must have {tuple(shape)}: the state is of {options} or"
+            " parameters, or of another optimizer. Go on with the arguments that it was"
+            " made with, or make a new state with init(params): its statistics start"
+            " anew, the parameters stay"
         )
 
 

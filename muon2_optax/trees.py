@@ -191,7 +191,8 @@ def _check_paths(updates: Any, other: Any, what: str, advice: str) -> None:
 _FOR_STATE = (
     "A state belongs to paths and their order: update() needs the tree that init() saw,"
     " in the same containers (a parameter without gradient needs zeros, not None); for"
-    " another tree, make another state with init()"
+    " another tree, or rules that send other leaves here, make another state with"
+    " init()"
 )
 _FOR_PARAMS = (
     "update() needs one update for each parameter, under the same path and in the same"
