@@ -182,15 +182,15 @@ def route(
         }
 
     def init_fn(params: optax.Params) -> Any:
-        trees.require_arrays(params)
+        states.require_arrays(params)
         init = partition(unbound.bind(params)).init
         return init_in_place(init, params, shardings)
 
     def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
-        trees.require_arrays(params)
+        states.require_arrays(params)
         _require_own_state(state, states_of_no_leaves())
         if params is not None:
-            trees.require_updates_of(updates, params)
+            states.require_updates_of(updates, params)
         inner = partition(unbound.bind(updates))
         new, state = inner.update(updates, state, params, **extra)
         return optax.tree.cast_like(new, updates), state

@@ -111,7 +111,7 @@ def scale_by_low_rank_orthonormal(
         names, lists, rebuild = trees.flatten_leaves(updates, state.mu, state.q)
         axes = [matrix_axes(name, g) for name, g in zip(names, lists[0])]
         for name, a, g, mu, q in zip(names, axes, *lists):
-            trees.require_shape(name, g, mu, "momentum")
+            states.require_shape(name, g, mu, "momentum")
             states.require_statistic(
                 name,
                 q,

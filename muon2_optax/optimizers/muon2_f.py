@@ -115,7 +115,7 @@ def factorized_second_moment(
             rules, updates, state.mu, state.nu_row, state.nu_col
         )
         for name, g, mu in zip(names, gs, mus):
-            trees.require_shape(name, g, mu, "momentum")
+            states.require_shape(name, g, mu, "momentum")
         leaves = list(map(factored_moment.Leaf, names, axes, gs, rows, cols))
         for x in leaves:
             row, col = factored_moment.average_shapes(x.axes)

@@ -135,7 +135,7 @@ def scale_by_soap(
         names, axes, gs, lists, rebuild = flatten_matrices(rules, updates, *state[1:])
         for name, g, mu in zip(names, gs, lists[0]):
             require_whole_matrix(rules, name, g, "eigenbases")
-            trees.require_shape(name, g, mu, "momentum")
+            states.require_shape(name, g, mu, "momentum")
         leaves = list(map(rotated_moment.Leaf, gs, *lists))
         for name, a, x in zip(names, axes, leaves):
             rotated_moment.require_squares(name, a, x, longest)
