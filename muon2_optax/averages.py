@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import dtypes, sharding, trees
+from muon2_optax import dtypes, sharding, states, trees
 
 
 def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
@@ -22,7 +22,7 @@ def zeros_like(params: optax.Params, dtype: Any) -> optax.Updates:
     Raises:
       TypeError: a complex dtype for a leaf that is real, or a leaf that is no array.
     """
-    trees.require_arrays(params)
+    states.require_arrays(params)
     given = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 
     def leaf(path: Any, p: Any) -> jax.Array:

@@ -118,6 +118,16 @@ class ResolvedAxes:
         return tuple(a for a in range(len(self.shape)) if a not in self.ins + self.outs)
 
     @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[a] for a in self.batch)
+
+    @property
+    def shape_per_matrix(self) -> tuple[int, ...]:
+        """(*batch), and a last axis of blocks where the rule splits the outputs."""
+        blocks = len(self.splits)
+        return self.batch_shape if blocks == 1 else (*self.batch_shape, blocks)
+
+    @property
     def fan_in(self) -> int:
         return math.prod(self.shape[a] for a in self.ins)
 
@@ -126,8 +136,7 @@ class ResolvedAxes:
         order = self.batch + self.ins + self.outs
         if order != tuple(range(x.ndim)):
             x = jnp.transpose(x, order)
-        batch = tuple(self.shape[a] for a in self.batch)
-        matrix = x.reshape(*batch, self.fan_in, sum(self.splits))
+        matrix = x.reshape(*self.batch_shape, self.fan_in, sum(self.splits))
         if len(self.splits) == 1:
             return [matrix]
         return jnp.split(matrix, np.cumsum(self.splits)[:-1], axis=-1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muon2_optax import states, trees
+from muon2_optax import states
 from muon2_optax.arguments import check_arguments
 
 
@@ -74,7 +74,7 @@ def add_cautious_weight_decay(
             if u is None:
                 return None
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            trees.require_shape(name, u, p, "parameter")
+            states.require_shape(name, u, p, "parameter")
             return u + jnp.where(_agree(u, p), rate * p, 0)
 
         decayed = jax.tree_util.tree_map_with_path(

@@ -84,7 +84,7 @@ def scale_by_momentum(
         states.require_kind(state, MomentumState)
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            trees.require_shape(name, g, mu, "momentum")
+            states.require_shape(name, g, mu, "momentum")
             return _update_first(g, mu, b1=b1, nesterov=nesterov, dampening=dampening)
 
         updates, mu = trees.map_leaves(leaf, updates, state.mu)
@@ -110,7 +110,7 @@ def _corrected_momentum(
         after = 1 / (1 - averages._power(b1, count + 1))
 
         def leaf(name: str, g: jax.Array, mu: jax.Array) -> tuple[jax.Array, jax.Array]:
-            trees.require_shape(name, g, mu, "momentum")
+            states.require_shape(name, g, mu, "momentum")
             wide = dtypes.widen(g)
             m, _ = averages.momentum_step(g, mu, b1, nesterov=False)
             update = now * m
@@ -197,7 +197,7 @@ def scale_by_second_moment(
         def leaf(
             name: str, g: jax.Array, mu: jax.Array, nu: jax.Array
         ) -> tuple[jax.Array, ...]:
-            trees.require_shape(name, g, mu, "momentum")
+            states.require_shape(name, g, mu, "momentum")
             return _update_both(
                 g,
                 mu,

@@ -127,7 +127,7 @@ def _divide_by_average_root(
 
         def leaf(name: str, o: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
             new, gone = statistic(name, o)
-            _require_average(name, nu, new)
+            states.require_statistic(name, nu, new.shape, "average", "other rules")
             v = averages.average(nu, new, b2)
             root = jnp.expand_dims(roots.sqrt(v + eps_root), gone)
             update = dtypes.widen(o) / averages.divisor(root, eps)
@@ -137,14 +137,3 @@ def _divide_by_average_root(
         return updates, OutputSecondMomentState(nu)
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _require_average(name: str, nu: jax.Array, new: jax.Array) -> None:
-    """Refuses averages of another shape, which arithmetic may broadcast."""
-    if nu.shape != new.shape:
-        raise ValueError(
-            f"the average for {trees.quote(name)} has shape {nu.shape}, and must have"
-            f" {new.shape}: this state is of another optimizer, or of other rules or"
-            " parameters. Make a new one with init(params): the averages start anew,"
-            " the parameters stay"
-        )

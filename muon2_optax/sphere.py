@@ -136,6 +136,10 @@ def hyperball(
             rules, updates, state.radius
         )
         ws = hyperball_step.parameters_of(names, us, params)
+        for name, a, r in zip(names, axes, radii):
+            states.require_statistic(
+                name, r, a.shape_per_matrix, "radius", "other rules"
+            )
         leaves = list(map(hyperball_step.Leaf, names, axes, ws, us, radii))
         moved = [
             hyperball_step.move(x.w, x.u, a, b, state.count, axes=x.axes)

@@ -154,7 +154,7 @@ def flatten_leaves(
     for state, (_, structure) in zip(states, flat[1:]):
         # Equal structures have equal paths, which take much longer to compare.
         if structure != flat[0][1]:
-            _check_paths(tree, state, "state", _FOR_STATE)
+            require_same_paths(tree, state, "state", _FOR_STATE)
     columns = [list(map(_array, leaves)) for leaves, _ in flat]
 
     def rebuild(*lists: Sequence[Any]) -> tuple[Any, ...]:
@@ -168,10 +168,17 @@ def _array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
 
 
-def _check_paths(updates: Any, other: Any, what: str, advice: str) -> None:
-    """Refuses updates whose leaves are not those of the other tree, which is ``what``.
+def require_same_paths(updates: Any, other: Any, what: str, advice: str) -> None:
+    """Refuses updates with other paths, or another order, than the tree beside them.
 
-    ``advice`` says what to do.
+    Args:
+      updates: the updates.
+      other: the tree beside them.
+      what: what that tree is, for the error: ``"state"``.
+      advice: what to do, as the end of the error.
+
+    Raises:
+      ValueError: it names the first leaf that differs.
     """
     new, old = _paths(updates), _paths(other)
     if new == old:
@@ -191,52 +198,9 @@ def _check_paths(updates: Any, other: Any, what: str, advice: str) -> None:
 _FOR_STATE = (
     "A state belongs to paths and their order: update() needs the tree that init() saw,"
     " in the same containers (a parameter without gradient needs zeros, not None); for"
-    " another tree, make another state with init()"
+    " another tree, or rules that send other leaves here, make another state with"
+    " init()"
 )
-_FOR_PARAMS = (
-    "update() needs one update for each parameter, under the same path and in the same"
-    " order; a parameter without gradient needs zeros, not None"
-)
-
-
-def require_updates_of(updates: Any, params: Any) -> None:
-    """Refuses updates whose leaves have other paths or shapes than the parameters.
-
-    Leaves that are absent from both trees (None, ``optax.MaskedNode``) do not count,
-    and a box is the same leaf as what is in it.
-
-    Raises:
-      ValueError: it names the first leaf that differs.
-    """
-    (new, structure), (old, other) = jax.tree.flatten(updates), jax.tree.flatten(params)
-    if structure != other:
-        _check_paths(updates, params, "parameters", _FOR_PARAMS)
-    if list(map(_shape, new)) == list(map(_shape, old)):
-        return
-    names = [name for name, leaf in named_leaves(updates) if not is_empty(leaf)]
-    for name, u, p in zip(names, new, old):
-        require_shape(name, u, p, "parameter")
-
-
-def require_shape(name: str, update: Any, other: Any, what: str) -> None:
-    """Refuses an update of another shape than ``what`` belongs to it.
-
-    Arithmetic would broadcast the one to the other where it can.
-
-    Raises:
-      ValueError: it names the leaf and both shapes.
-    """
-    if _shape(update) != _shape(other):
-        raise ValueError(
-            f"the update of {quote(name)} has shape {_shape(update)}, but its {what}"
-            f" has shape {_shape(other)}: give update() the gradients of the"
-            " parameters that init() saw"
-        )
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    """The shape of an array, a shape or a number."""
-    return tuple(getattr(x, "shape", ()))
 
 
 def count(leaves: Sequence[Any]) -> str:
@@ -266,26 +230,3 @@ def _quote_keys(path: tuple[str, ...] | None, other: tuple[str, ...] | None) -> 
     # Keys that contain a slash may print like the keys of a deeper tree.
     alike = other is not None and joined == "/".join(other)
     return " under ".join(map(repr, reversed(path))) if alike else quote(joined)
-
-
-def require_arrays(params: Any) -> None:
-    """Refuses parameters with leaves that are no arrays, numbers or shapes.
-
-    Raises:
-      TypeError: it names the first such leaf and says how to filter the model.
-    """
-    if all(map(_is_array, jax.tree.leaves(params))):
-        return
-    for name, x in named_leaves(params):
-        if not is_empty(x) and not _is_array(x):
-            what = "a function" if callable(x) else f"of type {type(x).__name__}"
-            raise TypeError(
-                f"the parameters hold {quote(name)}, which is {what} and no array: give"
-                " the model's arrays only, to init and to update; of an Equinox model,"
-                " eqx.filter(model, eqx.is_array)"
-            )
-
-
-def _is_array(x: Any) -> bool:
-    number = isinstance(x, bool | int | float | complex)
-    return number or (hasattr(x, "shape") and hasattr(x, "dtype"))

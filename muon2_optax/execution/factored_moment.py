@@ -45,6 +45,16 @@ def zero_averages(p: Any, axes: ResolvedAxes) -> tuple[jax.Array, jax.Array]:
     return mean_squares.in_two_passes(zeros, axes)
 
 
+def average_shapes(axes: ResolvedAxes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the averages r and c of a leaf."""
+    row, col = (
+        tuple(n for a, n in enumerate(axes.shape) if a not in gone)
+        for gone in (axes.outs, axes.ins)
+    )
+    blocks = len(axes.splits)
+    return (row if blocks == 1 else (*row, blocks)), col
+
+
 def update_moments(
     leaves: Sequence[Leaf], b2: Any, shardings: Shardings | None
 ) -> list[Moment]:

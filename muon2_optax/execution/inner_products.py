@@ -32,8 +32,7 @@ def per_matrix(values: jax.Array, axes: ResolvedAxes) -> jax.Array:
     """Shapes one number per matrix to multiply the parameter.
 
     Args:
-      values: (*batch axes in order), and one more, last, axis of blocks where the rule
-        splits the outputs.
+      values: of ``axes.shape_per_matrix``.
       axes: of the leaf.
     """
     blocks = len(axes.splits)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muon2_optax import averages, dtypes, roots, sharding
+from muon2_optax import averages, dtypes, roots, sharding, states
 from muon2_optax.arrays import limits, stacks
 from muon2_optax.arrays.grouping import even_size, run_in_groups
 from muon2_optax.axes import ResolvedAxes
@@ -48,14 +48,28 @@ class Settings(NamedTuple):
     nesterov: bool
 
 
-def zero_square(p: Any, axes: ResolvedAxes, inputs: bool, longest: int) -> jax.Array:
-    """What a gram or a basis of this side starts as: (*batch, side, side)."""
+def square_shape(axes: ResolvedAxes, inputs: bool, longest: int) -> tuple[int, ...]:
+    """The shape of a gram or a basis of this side: (*batch, side, side)."""
     side = axes.fan_in if inputs else axes.splits[0]
     side = side if 1 < side <= longest else 1
+    return *axes.batch_shape, side, side
+
+
+def require_squares(name: str, axes: ResolvedAxes, leaf: Leaf, longest: int) -> None:
+    """Refuses grams and bases for another ``max_precond_dim`` or other matrices."""
+    options = "another max_precond_dim, other rules"
+    for field in ("gram_in", "gram_out", "basis_in", "basis_out"):
+        shape = square_shape(axes, field.endswith("_in"), longest)
+        states.require_statistic(name, getattr(leaf, field), shape, field, options)
+
+
+def zero_square(p: Any, axes: ResolvedAxes, inputs: bool, longest: int) -> jax.Array:
+    """What a gram or a basis of this side starts as."""
     # Computed from the parameter, so that it lives where the parameter does on a mesh.
     none = sharding.zeros_like(p, dtypes.compute_dtype(p.dtype))
     none = jnp.sum(none, axis=axes.ins + axes.outs)[..., None, None]
-    return none + jnp.zeros((1,) * len(axes.batch) + (side, side), none.dtype)
+    square = square_shape(axes, inputs, longest)[-2:]
+    return none + jnp.zeros((1,) * len(axes.batch) + square, none.dtype)
 
 
 def update_leaves(
@@ -95,7 +109,7 @@ def _to_stacks(axes: ResolvedAxes, leaf: Leaf) -> Leaf:
 
 def _from_stacks(axes: ResolvedAxes, old: Leaf, new: Leaf) -> Leaf:
     """Stacks in the shapes and dtypes of the leaf that they were made from."""
-    batch = [axes.shape[a] for a in axes.batch]
+    batch = axes.batch_shape
     g, mu, nu = (axes.from_blocks([x.reshape(*batch, *x.shape[1:])]) for x in new[:3])
     sides = [x.reshape(y.shape).astype(y.dtype) for x, y in zip(new[3:], old[3:])]
     update, mu = dtypes.narrow(g, old.g.dtype), dtypes.narrow_average(mu, old.mu)

@@ -101,6 +101,51 @@ def _adam_h(
     return optax.chain(direction, optax.partition(ends, tables.labels))
 
 
+def _partition(
+    matrix: Callable[[MatrixRules], optax.GradientTransformation],
+    rest: optax.GradientTransformation,
+    unbound: MatrixRules,
+    shardings: Shardings | None,
+    rest_is_adamw: bool,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.partition`` by rules that ``init`` and ``update`` bind to their tree.
+
+    Both refuse trees and states that do not belong together. The state of a ``rest``
+    that is not our AdamW is not compared with what its ``init`` makes.
+    """
+
+    # Cached, so that steps outside of jax.jit find again what they have compiled.
+    @functools.lru_cache(maxsize=8)
+    def partition(rules: MatrixRules) -> optax.GradientTransformationExtraArgs:
+        return optax.partition({MATRIX: matrix(rules), ADAM: rest}, rules.labels)
+
+    partition(unbound)  # so that unsuitable arguments are errors here, not in init
+
+    @functools.cache
+    def states_of_no_leaves() -> dict[str, Any]:
+        known = {MATRIX: matrix(unbound)} | ({ADAM: rest} if rest_is_adamw else {})
+        return {
+            group: optax.MaskedState(jax.eval_shape(tx.init, {}))
+            for group, tx in known.items()
+        }
+
+    def init_fn(params: optax.Params) -> Any:
+        states.require_arrays(params)
+        init = partition(unbound.bind(params)).init
+        return init_in_place(init, params, shardings)
+
+    def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
+        states.require_arrays(params)
+        _require_own_state(state, states_of_no_leaves())
+        if params is not None:
+            states.require_updates_of(updates, params)
+        inner = partition(unbound.bind(updates))
+        new, state = inner.update(updates, state, params, **extra)
+        return optax.tree.cast_like(new, updates), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def route(
     matrix: Callable[[MatrixRules], optax.GradientTransformation],
     rules: MatrixRules | None,
@@ -165,34 +210,4 @@ def route(
         if adam_h is not None:
             rest = _adam_h(adam, adam_h, on_sphere, shardings)
 
-    # Cached, so that steps outside of jax.jit find again what they have compiled.
-    @functools.lru_cache(maxsize=8)
-    def partition(rules: MatrixRules) -> optax.GradientTransformationExtraArgs:
-        return optax.partition({MATRIX: matrix(rules), ADAM: rest}, rules.labels)
-
-    unbound = rules_or_default(rules)
-    partition(unbound)  # so that unsuitable arguments are errors here, not in init
-
-    @functools.cache
-    def states_of_no_leaves() -> dict[str, Any]:
-        known = {MATRIX: matrix(unbound)} | ({ADAM: rest} if rest_is_adamw else {})
-        return {
-            group: optax.MaskedState(jax.eval_shape(tx.init, {}))
-            for group, tx in known.items()
-        }
-
-    def init_fn(params: optax.Params) -> Any:
-        trees.require_arrays(params)
-        init = partition(unbound.bind(params)).init
-        return init_in_place(init, params, shardings)
-
-    def update_fn(updates: optax.Updates, state: Any, params: Any = None, **extra: Any):
-        trees.require_arrays(params)
-        _require_own_state(state, states_of_no_leaves())
-        if params is not None:
-            trees.require_updates_of(updates, params)
-        inner = partition(unbound.bind(updates))
-        new, state = inner.update(updates, state, params, **extra)
-        return optax.tree.cast_like(new, updates), state
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return _partition(matrix, rest, rules_or_default(rules), shardings, rest_is_adamw)

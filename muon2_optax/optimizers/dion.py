@@ -69,7 +69,8 @@ def scale_by_low_rank_orthonormal(
 
     Raises:
       ValueError: ``rank_fraction`` outside of (0, 1], ``b1`` outside of [0, 1); in
-        ``init``, a leaf that is not a matrix, or whose rule splits the outputs.
+        ``init``, a leaf that is not a matrix, or whose rule splits the outputs; on
+        update, a state of another rank.
 
     References:
       Ahn et al. 2025, "Dion", arXiv:2504.05295, algorithm 1.
@@ -84,15 +85,16 @@ def scale_by_low_rank_orthonormal(
     def matrix_axes(name: str, leaf: Any) -> ResolvedAxes:
         return require_whole_matrix(rules, name, leaf, "low-rank updates")
 
+    def factor_shape(axes: ResolvedAxes) -> tuple[int, ...]:
+        side = min(axes.fan_in, axes.splits[0])
+        return *axes.batch_shape, side, min(side, math.ceil(rank_fraction * side))
+
     def init_fn(params: optax.Params) -> LowRankState:
         def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
             axes = matrix_axes(name, p)
-            side = min(axes.fan_in, axes.splits[0])
-            rank = min(side, math.ceil(rank_fraction * side))
-            batch = [axes.shape[a] for a in axes.batch]
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
             dtype = dtypes.compute_dtype(p.dtype)
-            q = jax.random.normal(key, (*batch, side, rank), dtype)
+            q = jax.random.normal(key, factor_shape(axes), dtype)
             # Inside jax.shard_map an array that depends on no parameter has the type of
             # one that is equal on all devices, and updates of it would not.
             none = sharding.zeros_like(p, dtype)
@@ -108,8 +110,15 @@ def scale_by_low_rank_orthonormal(
         states.require_kind(state, LowRankState)
         names, lists, rebuild = trees.flatten_leaves(updates, state.mu, state.q)
         axes = [matrix_axes(name, g) for name, g in zip(names, lists[0])]
-        for name, g, mu, _ in zip(names, *lists):
-            trees.require_shape(name, g, mu, "momentum")
+        for name, a, g, mu, q in zip(names, axes, *lists):
+            states.require_shape(name, g, mu, "momentum")
+            states.require_statistic(
+                name,
+                q,
+                factor_shape(a),
+                "right factor",
+                "another rank_fraction, other rules",
+            )
 
         def run(settings: tuple[Any, Any], *xs: jax.Array) -> list[jax.Array]:
             leaves = list(map(_Leaf, axes, xs[0::3], xs[1::3], xs[2::3]))

@@ -115,8 +115,12 @@ def factorized_second_moment(
             rules, updates, state.mu, state.nu_row, state.nu_col
         )
         for name, g, mu in zip(names, gs, mus):
-            trees.require_shape(name, g, mu, "momentum")
+            states.require_shape(name, g, mu, "momentum")
         leaves = list(map(factored_moment.Leaf, names, axes, gs, rows, cols))
+        for x in leaves:
+            row, col = factored_moment.average_shapes(x.axes)
+            states.require_statistic(x.name, x.row, row, "nu_row", "other rules")
+            states.require_statistic(x.name, x.col, col, "nu_col", "other rules")
         second = factored_moment.update_moments(leaves, b2, shardings)
 
         def leaf(x: Any, mu: jax.Array, moment: Any) -> tuple[jax.Array, ...]:

@@ -100,7 +100,8 @@ def scale_by_soap(
     Raises:
       ValueError: ``precondition_frequency`` or ``max_precond_dim`` below 1, a decay
         rate outside of [0, 1), a negative eps; in ``init``, a leaf that is not a
-        matrix, or whose rule splits the outputs.
+        matrix, or whose rule splits the outputs; on update, a state whose sides keep
+        other axes.
 
     References:
       Vyas et al. 2024, "SOAP", arXiv:2409.11321; github.com/nikhilvyas/SOAP.
@@ -134,8 +135,10 @@ def scale_by_soap(
         names, axes, gs, lists, rebuild = flatten_matrices(rules, updates, *state[1:])
         for name, g, mu in zip(names, gs, lists[0]):
             require_whole_matrix(rules, name, g, "eigenbases")
-            trees.require_shape(name, g, mu, "momentum")
+            states.require_shape(name, g, mu, "momentum")
         leaves = list(map(rotated_moment.Leaf, gs, *lists))
+        for name, a, x in zip(names, axes, leaves):
+            rotated_moment.require_squares(name, a, x, longest)
         settings = rotated_moment.Settings(
             count, b1, b2, eps, shampoo_beta, scales, frequency, nesterov
         )
