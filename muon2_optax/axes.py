@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from muon2_optax import trees
+
 Axis = int | Sequence[int]
 
 
 def _tuple(axis: Any) -> tuple[int, ...]:
     many = axis if isinstance(axis, (tuple, list)) else (axis,)
+    if any(isinstance(a, bool) for a in many):  # operator.index takes these
+        raise TypeError("a bool is no integer")
     return tuple(operator.index(a) for a in many)
 
 
@@ -70,9 +74,15 @@ class MatrixAxes:
     out_splits: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "in_axis", _tuple(self.in_axis))
-        object.__setattr__(self, "out_axis", _tuple(self.out_axis))
-        object.__setattr__(self, "out_splits", _tuple(self.out_splits))
+        for field in ("in_axis", "out_axis", "out_splits"):
+            value = getattr(self, field)
+            try:
+                object.__setattr__(self, field, _tuple(value))
+            except TypeError:
+                raise TypeError(
+                    f"{field} of MatrixAxes must be an integer or a tuple of integers,"
+                    f" got {trees.show(value)}"
+                ) from None
         if any(n < 1 for n in self.out_splits):
             raise ValueError(f"{self}: out_splits are sizes, 1 or more")
         if not self.in_axis or not self.out_axis:

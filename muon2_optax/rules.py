@@ -15,6 +15,7 @@ import optax
 
 from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
+from muon2_optax.options import require_field, require_flags
 from muon2_optax.routing import doubts, report
 from muon2_optax.routing.binding import rules_of_tree
 from muon2_optax.routing.dimension_numbers import patterns_from
@@ -52,7 +53,8 @@ class MatrixRules:
       allow_unused: accept patterns that match no leaf, as those for several models.
 
     Raises:
-      TypeError: a pattern that is no pair of a str and ``MatrixAxes`` or None.
+      TypeError: a pattern that is no pair of a str and ``MatrixAxes`` or None; a field
+        of another type than its own.
       ValueError: a pattern that is no regular expression.
 
     >>> rules = MatrixRules(((r"attn/(q|k|v)/kernel", MatrixAxes(0, (1, 2))),
@@ -66,6 +68,13 @@ class MatrixRules:
     allow_unused: bool = False
 
     def __post_init__(self) -> None:
+        require_flags(self, "strict", "by_name", "allow_unused")
+        require_field(self, "leaves", tuple, "a tuple of LeafRule")
+        if not all(isinstance(leaf, LeafRule) for leaf in self.leaves):
+            raise TypeError(
+                "leaves of MatrixRules must be a tuple of LeafRule, got"
+                f" {trees.show(self.leaves)}"
+            )
         object.__setattr__(self, "patterns", check_patterns(self.patterns))
 
     @classmethod

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from muon2_optax import trees
 from muon2_optax.axes import ResolvedAxes
+from muon2_optax.options import is_real_number
 
 
 def match_rms(fan_in: int, fan_out: int, rms: float) -> float:
@@ -42,9 +42,7 @@ class MatchRMS:
                 "rms of MatchRMS must be known while tracing; multiply the learning"
                 " rate by what varies"
             )
-        kinds = int | float | np.number | np.ndarray | jax.Array
-        known = isinstance(self.rms, kinds) and not isinstance(self.rms, bool)
-        if not known or np.shape(self.rms) or not 0 < self.rms < math.inf:
+        if not is_real_number(self.rms) or not 0 < self.rms < math.inf:
             raise ValueError(
                 f"rms must be a positive number, got {trees.show(self.rms)}"
             )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from muon2_optax import trees
+from muon2_optax.options import require_field
 
 Axes = tuple[str, ...]
 
@@ -30,10 +31,21 @@ class Shardings:
     Attributes:
       mesh: the mesh of all sharded leaves.
       specs: ``((path, PartitionSpec), ...)`` of all leaves.
+
+    Raises:
+      TypeError: a field of another type than its own.
     """
 
     mesh: Mesh | AbstractMesh
     specs: tuple[tuple[str, PartitionSpec], ...]
+
+    def __post_init__(self) -> None:
+        require_field(self, "mesh", Mesh | AbstractMesh, "a mesh")
+        if not isinstance(self.specs, tuple) or not all(map(_is_path_spec, self.specs)):
+            raise TypeError(
+                "specs of Shardings must be a tuple of (path, PartitionSpec) pairs, got"
+                f" {trees.show(self.specs)}; Shardings.of(params) makes them"
+            )
 
     @classmethod
     def of(cls, params: Any) -> "Shardings":
@@ -106,6 +118,16 @@ class Shardings:
         if isinstance(mesh, Mesh):
             return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+
+
+def _is_path_spec(pair: Any) -> bool:
+    """Whether this is a path with its PartitionSpec."""
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], PartitionSpec)
+    )
 
 
 def check_shardings(shardings: Any) -> Shardings | None:

@@ -1,7 +1,7 @@
 """An ordered list of patterns, and which of them a path matches first."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from muon2_optax import trees
@@ -81,6 +81,11 @@ def check_patterns(patterns: Sequence[Any]) -> tuple[Pattern, ...]:
       TypeError: what is no pair of a str and ``MatrixAxes`` or None.
       ValueError: what is no regular expression.
     """
+    if not isinstance(patterns, Iterable) or isinstance(patterns, str | Mapping):
+        raise TypeError(
+            "patterns of MatrixRules must be a sequence of (pattern, MatrixAxes) pairs,"
+            f" got {trees.show(patterns)}"
+        )
     pairs: list[Pattern] = []
     for pair in patterns:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:

@@ -8,7 +8,8 @@ before the first step, and where the numbers were published.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from muon2_optax import trees
+from muon2_optax.options import is_real_number, require_field
 from muon2_optax.schedules.normalizations import AOL as AOL
 from muon2_optax.schedules.normalizations import Frobenius as Frobenius
 from muon2_optax.schedules.normalizations import Normalization as Normalization
@@ -41,7 +43,8 @@ class Schedule:
       source: paper or repository.
 
     Raises:
-      TypeError: a ``normalization`` of another kind.
+      TypeError: a ``normalization`` of another kind, or another field of a type that is
+        not its own.
       ValueError: ``triples`` or ``shorter`` that are no tables of finite triples, an
         unknown ``take``, or ``shorter`` without ``take="whole"``.
     """
@@ -53,6 +56,9 @@ class Schedule:
     shorter: tuple[tuple[Triple, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        require_field(self, "take", str, "'first', 'last' or 'whole'")
+        require_field(self, "source", str, "a str")
+        require_field(self, "shorter", tuple | list, "a tuple of tables")
         if self.take not in ("first", "last", "whole"):
             raise ValueError(
                 f"take must be 'first', 'last' or 'whole', got {trees.show(self.take)}"
@@ -103,11 +109,18 @@ class Schedule:
 
 def _check_triples(triples: Any) -> tuple[Any, ...]:
     """Triples as floats, all finite."""
-    if any(np.ndim(row) == 0 for row in triples):
+    if not isinstance(triples, Iterable):
+        raise TypeError(f"a schedule is a table of triples, got {trees.show(triples)}")
+    triples = tuple(triples)
+    if not all(isinstance(row, tuple | list) or np.ndim(row) for row in triples):
         raise ValueError(
             "a schedule is a table, a single triple is ((a, b, c),), got"
             f" {trees.show(triples)}"
         )
+    if not all(
+        isinstance(v, Real) or is_real_number(v) for row in triples for v in row
+    ):
+        raise TypeError(f"coefficients must be numbers, got {trees.show(triples)}")
     rows = tuple(tuple(float(v) for v in row) for row in triples)
     if not rows or any(len(row) != 3 for row in rows):
         raise ValueError(

@@ -4,19 +4,27 @@ The iteration needs singular values in [0, 1], and fewer steps if they are near 
 """
 
 import dataclasses
+import math
 from typing import Any
 
-import numpy as np
+import jax
+
+from muon2_optax import trees
+from muon2_optax.options import is_real_number
 
 
 def _check_not_negative(how: Any) -> None:
-    """Refuses fields of a normalization that are no numbers, or known negative ones."""
+    """Refuses fields that are not one finite number, 0 or more.
+
+    Of a number that is traced nothing else is known.
+    """
     for field in dataclasses.fields(how):
         value = getattr(how, field.name)
-        known = isinstance(value, int | float | np.number)
-        if value is None or isinstance(value, str) or (known and not value >= 0):
+        traced = isinstance(value, jax.core.Tracer)
+        if not is_real_number(value) or not (traced or 0 <= value < math.inf):
             raise ValueError(
-                f"{field.name} of {type(how).__name__} must be 0 or more, got {value!r}"
+                f"{field.name} of {type(how).__name__} must be 0 or more, and finite,"
+                f" got {trees.show(value)}"
             )
 
 
@@ -30,7 +38,7 @@ class Frobenius:
     or, as ``torch.optim.Muon``, clamp. A zero matrix stays zero either way.
 
     Raises:
-      ValueError: a number is negative, or none.
+      ValueError: a field is no finite number, or a negative one.
     """
 
     factor: float = 1.0
@@ -54,7 +62,7 @@ class AOL:
     independent of the size of X.
 
     Raises:
-      ValueError: ``eps`` is negative, or no number.
+      ValueError: ``eps`` is no finite number, or a negative one.
     """
 
     eps: float = 0.0
@@ -75,7 +83,7 @@ class Schatten:
     of X.
 
     Raises:
-      ValueError: ``eps`` is negative, or no number.
+      ValueError: ``eps`` is no finite number, or a negative one.
     """
 
     eps: float = 0.0
@@ -93,7 +101,7 @@ class Spectral:
     that it shortens.
 
     Raises:
-      ValueError: ``eps`` is negative, or no number.
+      ValueError: ``eps`` is no finite number, or a negative one.
     """
 
     eps: float = 0.0
