@@ -32,7 +32,7 @@ def _pretrain(argv: Sequence[str] | None) -> None:
     # Imported late: a bad option is reported without waiting for JAX.
     import jax
 
-    from examples import initial, optim, plot, setup, train
+    from examples import initial, optim, setup, train
     from examples.data import loader
     from examples.report import Report
 
@@ -64,10 +64,8 @@ def _pretrain(argv: Sequence[str] | None) -> None:
                 with contextlib.closing(training):
                     done[plan.name] = training.result()
         if first:
-            found = plot.curves(folder / runs.METRICS_FILE)
-            figure = plot.draw(found, folder / "loss.png")
             results = [done[plan.name] for plan in plans]
-            report.table(results, figure, time.perf_counter() - begin)
+            report.table(results, time.perf_counter() - begin)
 
 
 def _settle_devices(config: Config) -> Config:

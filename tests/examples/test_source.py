@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from examples import plot, report, runs, sample
+from examples import report, runs, sample
 from examples.data import tokens as tok
 from examples.files import RecordFile
-from examples.options import UserError
 from examples.pretrain import main
 
 
@@ -76,14 +75,6 @@ def test_a_run_begins_with_weights_that_mean_the_same_to_it(
     assert sample.main(["--run", str(old)]) == 2
     err = capsys.readouterr().err
     assert "tokenizer.json: altered or damaged" in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["curves.tga", "curves", "."])
-def test_a_figure_needs_the_name_of_one(name: str, tmp_path: Path) -> None:
-    figure = plot.pyplot().figure()
-    with pytest.raises(UserError, match="does not end as that of a figure"):
-        plot.save(figure, tmp_path / name)
-    assert not list(tmp_path.iterdir()) and not tmp_path.with_suffix(".png").exists()
 
 
 def test_a_kernel_for_gpus_is_refused_elsewhere(
