@@ -37,9 +37,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama_13b": _sizes("llama", 5120, 13827, 40, 40, 4096),
     "moe_7b": _sizes("moe", 2048, 4096, 24, 32, 4096, experts=16, active=2),
 }
-# The vocabulary that a preset's parameter count in the paper refers to.
-VOCAB_SIZES: dict[str, int] = {"gpt": 50257, "llama": 32000, "moe": 32000}
-
 
 _REMAT = "recompute in the backward pass: all but matrix products (dots), or all"
 _ATTENTION = "attention kernel; auto: cuDNN on GPUs in 16 bits, else XLA"

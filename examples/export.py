@@ -8,7 +8,6 @@ its `GPT2LMHeadModel`, in a file of the safetensors format. `examples.pretrain
 import dataclasses
 import sys
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ import safetensors.numpy
 from examples.checkpoint import load_params
 from examples.config import ModelConfig, TrainedConfig
 from examples.files import write_atomically
-from examples.options import UserError, check, option, parse, run_command
+from examples.options import UserError, check, command, option
 
 # Their names to ours, where # is the number of a block. torch's Linear is (out, in), so
 # that kernels of a LLaMA are transposed; GPT-2's Conv1D is (in, out) as ours is, and
@@ -193,19 +192,15 @@ class ExportConfig(TrainedConfig):
         check(self.out.endswith(SUFFIX), f"--out NAME{SUFFIX} is needed")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def _export(given: ExportConfig) -> None:
+    """Write the parameters of a run as safetensors."""
+    params, config, _ = load_params(given.run, given.optimizer, given.step)
+    tensors = to_tensors(config.model, params)
+    write(Path(given.out), tensors, given.dtype)
+    print(f"{given.out}: {len(tensors)} tensors")
 
-    def run() -> None:
-        words = "examples.export", "Write the parameters of a run as safetensors."
-        given = parse({"export": ExportConfig}, argv, *words)["export"]
-        params, config, _ = load_params(given.run, given.optimizer, given.step)
-        tensors = to_tensors(config.model, params)
-        write(Path(given.out), tensors, given.dtype)
-        print(f"{given.out}: {len(tensors)} tensors")
 
-    return run_command("export", run)
-
+main = command("examples.export", ExportConfig, _export)
 
 if __name__ == "__main__":
     sys.exit(main())

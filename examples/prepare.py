@@ -7,7 +7,6 @@ the same command is given again.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from examples.data import tokens as tok
 from examples.data.corpus import Corpus, Group
 from examples.data.loader import prefetch
 from examples.files import WriteFailed, write_json
-from examples.options import Interrupted, Options, check, option, parse, run_command
+from examples.options import Interrupted, Options, check, command, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,24 +119,19 @@ def prepare(config: PrepareConfig) -> shards.Folder:
     return shards.open_folder(path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def _prepare(config: PrepareConfig) -> None:
+    """Turn text into token shards."""
+    try:
+        folder = prepare(config)
+    except KeyboardInterrupt:
+        raise Interrupted(2, "interrupted; the same command goes on") from None
+    for split in ("train", "val"):
+        counts = folder.counts(split).items()
+        print(f"{split}:", ", ".join(f"{n:,} {name}" for name, n in counts))
 
-    def run() -> None:
-        words = "examples.prepare", "Turn text into token shards."
-        conditions = {"conditions": {"vocab_size": BPE}}
-        given = parse({"prepare": PrepareConfig}, argv, *words, **conditions)
-        try:
-            folder = prepare(given["prepare"])
-        except KeyboardInterrupt:
-            said = "interrupted; the same command goes on"
-            raise Interrupted(2, said) from None
-        for split in ("train", "val"):
-            counts = folder.counts(split).items()
-            print(f"{split}:", ", ".join(f"{n:,} {name}" for name, n in counts))
 
-    return run_command("prepare", run)
-
+_CONDITIONS = {"vocab_size": BPE}
+main = command("examples.prepare", PrepareConfig, _prepare, conditions=_CONDITIONS)
 
 if __name__ == "__main__":
     sys.exit(main())
