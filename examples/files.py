@@ -1,11 +1,12 @@
 """Files that survive a kill and a full disk: whole or not at all, line by line."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,37 @@ class WriteFailed(Failed):
 
     def __init__(self, path: Path, error: OSError):
         super().__init__(f"{path} could not be written: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Keep other processes from writing into an output folder, which is made if needed.
+
+    The system lets go of the lock when a process is killed. Some network file systems
+    know no locks: there the work goes on without one.
+    """
+    path, busy = folder / "lock", False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        lock = path.open("ab")
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            busy = os.fstat(lock.fileno()).st_nlink == 0  # removed by who held it
+        except BlockingIOError:
+            busy = True
+        except OSError:
+            pass
+        said = "another process is writing there; wait until it ends, or choose another"
+        check(not busy, f"--out {folder}: {said}")
+        try:
+            yield
+        finally:
+            if new:
+                path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, pieces: Iterable[Any]) -> str:

@@ -46,6 +46,9 @@ def load(setup: Setup, plan: optim.Plan) -> tuple[Any, Any]:
     pairs = {"the tokenizer's hash": texts}
     models = config.model, setup.config.model
     pairs |= {flag(key): [getattr(m, key) for m in models] for key in _UNSEEN}
+    if run.init_optimizer:
+        states = (c.optim.mu_dtype or "float32" for c in (config, setup.config))
+        pairs["--init-optimizer: --mu-dtype"] = [*states]
     for name, (there, here) in pairs.items():
         said = f"{name} is {there} there, {here} here; give what that run had"
         check(there == here, f"--init-from {source}: {said}")

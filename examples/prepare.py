@@ -15,7 +15,7 @@ from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.corpus import Corpus, Group
 from examples.data.loader import prefetch
-from examples.files import WriteFailed, write_json
+from examples.files import locked, write_json
 from examples.options import Interrupted, Options, check, command, option
 
 
@@ -64,10 +64,6 @@ def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
         return folder
     foreign = any(path.glob("*.bin"))
     check(not foreign, f"--out {path}: holds other .bin files; choose another")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteFailed(path, error) from None
     sample: list[bytes] = []
     if config.tokenizer == "bpe":
         groups = config.corpus().groups(config.shard_bytes)
@@ -104,6 +100,11 @@ def _write_group(
 def prepare(config: PrepareConfig) -> shards.Folder:
     """Write the shards of `config`, or those that are still missing."""
     corpus = config.corpus()
+    with locked(Path(config.out)):
+        return _write(config, corpus)
+
+
+def _write(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
     print(f"{corpus.name}; tokenizer {config.tokenizer}", *corpus.notes, sep="\n  ")
     folder = _begin(config, corpus)
     path, index, tokenizer = folder.path, folder.index, folder.tokenizer()

@@ -314,7 +314,7 @@ def test_records_that_cannot_be_written_end_the_run(
     monkeypatch.undo()
     with claimed(parse(["--out", str(folder), "--resume"])):
         assert main(["--resume", "--out", str(folder)]) == 2
-    assert "another run is writing there" in capsys.readouterr().err
+    assert "another process is writing there" in capsys.readouterr().err
     assert main(["--resume", "--out", str(folder)]) == 0
     assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
 

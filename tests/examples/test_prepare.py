@@ -171,6 +171,16 @@ def test_errors_are_one_line(run: Run, text: Path, whole: Path, tmp_path: Path) 
     assert code == 2 and "already holds shards" in said
 
 
+def test_one_preparation_at_a_time(run: Run, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with files.locked(out):
+        code, said = run("--data", text, "--out", out, *SMALL)
+        assert code == 2 and "another process is writing there" in said.splitlines()[-1]
+        assert [path.name for path in out.iterdir()] == ["lock"]
+    assert run("--data", text, "--out", out, *SMALL)[0] == 0
+    assert not (out / "lock").exists()
+
+
 @pytest.mark.parametrize(
     ("call", "name"), [(1, "tokenizer.json"), (3, "index.json"), (5, "train_00000.bin")]
 )

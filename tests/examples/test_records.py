@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from examples import config, optim, pretrain, runs, sample
 from examples.files import (
     RecordFile,
     WriteFailed,
+    locked,
     read_json,
     read_metrics,
     write_atomically,
@@ -136,11 +138,45 @@ def test_a_run_goes_on_only_under_the_defaults_that_it_had() -> None:
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     begun = config.parse(["--out", str(tmp_path)])
     with claimed(begun):
-        with pytest.raises(UserError, match="another run is writing there"):
+        with pytest.raises(UserError, match="another process is writing there"):
             with claimed(begun):
                 raise AssertionError("two runs in one folder")
     with claimed(begun) as folder:
         assert folder == tmp_path
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_on_a_file_that_is_removed_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that held it ends between the opening and the locking by the next."""
+    flock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        (tmp_path / "lock").unlink()
+        flock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with pytest.raises(UserError, match="another process is writing there"):
+        with locked(tmp_path):
+            raise AssertionError("two runs in one folder")
+
+
+def test_what_is_refused_leaves_no_lock(
+    tmp_path: Path, tiny: list[str], text_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither in the folder of another run, nor where options do not fit the data."""
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path)]
+    assert pretrain.main([*argv, "--loss-chunks", "5"]) == 2
+    assert "--loss-chunks 5 does not divide" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "checkpoints").mkdir()
+    assert pretrain.main(argv) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    (tmp_path / "lock").touch()  # as a kill leaves it
+    assert pretrain.main(argv) == 2
+    assert (tmp_path / "lock").exists()
 
 
 @pytest.mark.parametrize("damage", ["digit", "cut", "empty", "[]", "null", "[" * 9_999])

@@ -77,6 +77,19 @@ def test_a_run_begins_with_weights_that_mean_the_same_to_it(
     assert "tokenizer.json: altered or damaged" in err and err.count("\n") == 1
 
 
+def test_the_state_of_an_optimizer_is_of_one_dtype(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, out = str(tmp_path / "old"), str(tmp_path / "out")
+    assert main([*argv, "--mu-dtype", "bfloat16", "--out", old]) == 0
+    argv = [*argv, "--init-from", old, "--out", out]
+    capsys.readouterr()
+    err = fails([*argv, "--init-optimizer"], capsys)
+    assert "--init-optimizer" in err
+    assert "--mu-dtype is bfloat16 there, float32 here" in err
+    assert main([*argv, "--init-optimizer", "--mu-dtype", "bfloat16"]) == 0
+
+
 def test_a_kernel_for_gpus_is_refused_elsewhere(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
