@@ -90,7 +90,7 @@ def save(figure: Any, target: Path) -> Path:
         raise UserError(said) from None
     finally:
         pyplot().close(figure)
-    write_atomically(target, [content.getvalue()])
+    write_atomically(target, content.getvalue())
     return target
 
 

@@ -146,7 +146,7 @@ def write(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
     """Write a file of tensors in F32, BF16 or F16, with a checksum for each."""
     made = {n: np.ascontiguousarray(x, _DTYPES[dtype]) for n, x in tensors.items()}
     sums = {f"crc32 {name}": _checksum(tensor) for name, tensor in made.items()}
-    write_atomically(path, [safetensors.numpy.save(made, {"format": "pt", **sums})])
+    write_atomically(path, safetensors.numpy.save(made, {"format": "pt", **sums}))
 
 
 def read(path: Path) -> dict[str, np.ndarray]:

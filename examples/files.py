@@ -2,11 +2,10 @@
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,8 @@ def locked(folder: Path) -> Generator[None]:
                 path.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
-    """Write buffers one after the other; returns their SHA-256.
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file.
 
     Whoever reads the file finds the old content or the new one, also after a loss of
     power: it appears under its name when all of it is on the disk.
@@ -68,13 +67,10 @@ def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
     Raises:
       WriteFailed: the old content, if any, is still there.
     """
-    sha = hashlib.sha256()
     beside = path.with_name(path.name + ".tmp")
     try:
         with beside.open("wb") as file:
-            for piece in pieces:
-                sha.update(piece)
-                file.write(piece)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -87,7 +83,6 @@ def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise WriteFailed(path, error) from None
-    return sha.hexdigest()
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -97,7 +92,7 @@ def _checksum(content: dict[str, Any]) -> str:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write an object as JSON, atomically, with a checksum."""
     text = json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
-    write_atomically(path, [text.encode()])
+    write_atomically(path, text.encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -166,8 +161,8 @@ class RecordFile:
         found = read_metrics(self._path)
         records = [record for record in found if keep(record)]
         if len(records) < len(found):
-            lines = [(json.dumps(record) + "\n").encode() for record in records]
-            write_atomically(self._path, lines)
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            write_atomically(self._path, lines.encode())
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
         return records

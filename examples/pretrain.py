@@ -44,7 +44,7 @@ def _pretrain(argv: Sequence[str] | None) -> None:
         folder = Path(str(config.run.out))
         if first:
             folder = stack.enter_context(runs.claimed(config))
-        made = setup.prepare(config, data)
+        made = setup.Setup(config, data)
         results = runs.records(folder, "result")  # before anything is written
         done = {r["optimizer"]: r for r in results if r["steps"] == config.run.steps}
         changes = runs.check_text(folder, config, data.about["digest"])

@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 import muon2_optax as m2
 from examples import optim, runs
@@ -23,19 +22,38 @@ from examples.options import check
 from examples.report import Report
 
 
-@dataclasses.dataclass(frozen=True)
 class Setup:
-    """Made once by `prepare`."""
+    """Made once for a run, compiled where it can be, so that no optimizer pays for it.
 
-    config: Config
-    data: loader.Dataset
-    mesh: Mesh
-    rows: NamedSharding  # of a batch
-    graphdef: Any
-    init: Callable[[jax.Array], Any]
-    params: Any  # shapes and shardings
-    tokens: jax.ShapeDtypeStruct  # of a batch
-    eval_step: Callable[[Any, Any, Any], jax.Array]
+    `rows` is the sharding of a batch; of `params` and a batch of `tokens` there are
+    shapes and shardings. `init` makes parameters of a key.
+    """
+
+    def __init__(self, config: Config, data: loader.Dataset):
+        mesh, run, length = make_mesh(config.run.mesh), config.run, config.model.seq_len
+        rows = batch_sharding(mesh)
+        divides = not run.loss_chunks or length % run.loss_chunks == 0
+        check(
+            divides, f"--loss-chunks {run.loss_chunks} does not divide {length} tokens"
+        )
+        groups = mesh.size // rows.shard_shape((mesh.size, 1))[0]
+        size = run.batch_size // run.accumulate
+        parts = (
+            f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size}"
+        )
+        said = f"rows cannot be divided over the {groups} parts of --mesh"
+        check(size % groups == 0, f"{parts} {said} {run.mesh or 'data=-1'}")
+        self.config, self.data, self.mesh, self.rows = config, data, mesh, rows
+        vocab_size, array = data.tokenizer.vocab_size, jax.ShapeDtypeStruct
+        self.tokens = array((run.batch_size, length + 1), np.int32, sharding=rows)
+        weight = array((run.batch_size,), np.float32, sharding=rows)
+        chunks = steps.loss_chunks(config, vocab_size, mesh, parts=1)
+        with jax.set_mesh(mesh):
+            self.graphdef, self.init = make_model(config.model, vocab_size)
+            self.params = steps.abstract_params(self.init, mesh)
+            eval_step = steps.make_eval_step(self.graphdef, chunks)
+            lowered = eval_step.lower(self.params, self.tokens, weight)
+            self._eval_step = lowered.compile()
 
     def plans(self) -> list[optim.Plan]:
         """The optimizers to compare, for this model on this mesh."""
@@ -76,7 +94,7 @@ class Setup:
         """Mean loss per validation token (nats), and in bits per byte of text."""
         mine, text = self._mine(), self.data.about["val"]
         sums = [
-            self.eval_step(params, self.place(tokens[mine]), self.place(weight[mine]))
+            self._eval_step(params, self.place(tokens[mine]), self.place(weight[mine]))
             for tokens, weight in self.data.val
         ]
         loss = math.fsum(float(value) for value in sums) / self.data.val_tokens
@@ -89,7 +107,7 @@ class Setup:
         digest, size = self.data.about["digest"], tokenizer.vocab_size
         runs.store_settings(folder, config, size, digest, saved)
         routing = matrix_rules(config.model).describe(self.params) + "\n"
-        write_atomically(folder / "parameters.txt", [routing.encode()])
+        write_atomically(folder / "parameters.txt", routing.encode())
 
     def describe(self, report: Report, changes: Sequence[str]) -> None:
         """Say and record what is about to be trained on what.
@@ -123,26 +141,3 @@ class Setup:
         about = {"config": dataclasses.asdict(config), "environment": machine}
         about |= {"parameters": count, "text": text, "changes": list(changes)}
         report.record("run", **about)
-
-
-def prepare(config: Config, data: loader.Dataset) -> Setup:
-    """Build and compile what all optimizers share, so that none is charged for it."""
-    mesh, run, length = make_mesh(config.run.mesh), config.run, config.model.seq_len
-    rows = batch_sharding(mesh)
-    divides = not run.loss_chunks or length % run.loss_chunks == 0
-    check(divides, f"--loss-chunks {run.loss_chunks} does not divide {length} tokens")
-    groups = mesh.size // rows.shard_shape((mesh.size, 1))[0]
-    size = run.batch_size // run.accumulate
-    parts = f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size}"
-    said = f"rows cannot be divided over the {groups} parts of --mesh"
-    check(size % groups == 0, f"{parts} {said} {run.mesh or 'data=-1'}")
-    vocab_size = data.tokenizer.vocab_size
-    with jax.set_mesh(mesh):
-        graphdef, init = make_model(config.model, vocab_size)
-        params = steps.abstract_params(init, mesh)
-        chunks = steps.loss_chunks(config, vocab_size, mesh, parts=1)
-        eval_step, array = steps.make_eval_step(graphdef, chunks), jax.ShapeDtypeStruct
-        tokens = array((run.batch_size, length + 1), np.int32, sharding=rows)
-        weight = array((run.batch_size,), np.float32, sharding=rows)
-        compiled = eval_step.lower(params, tokens, weight).compile()
-    return Setup(config, data, mesh, rows, graphdef, init, params, tokens, compiled)

@@ -91,13 +91,13 @@ def test_a_stopped_preparation_goes_on(
     out = tmp_path / "out"
     write, left = files.write_atomically, stop
 
-    def stops(path: Path, pieces: Any) -> str:
+    def stops(path: Path, content: bytes) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             path.with_name(path.name + ".tmp").write_bytes(b"half of it")
             raise KeyboardInterrupt
-        return write(path, pieces)
+        write(path, content)
 
     for module in (files, shards, tok):
         monkeypatch.setattr(module, "write_atomically", stops)

@@ -111,7 +111,7 @@ def test_replacing_a_file_fails_in_one_line(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(WriteFailed, match=r"config\.json .*No space"):
-        write_atomically(path, [b"new"])
+        write_atomically(path, b"new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
