@@ -7,9 +7,9 @@ read; training then takes the one before it.
 
 import contextlib
 import io
-import itertools
 import logging
 import math
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Collection, Generator, Sequence
@@ -212,10 +212,9 @@ class Store:
         try:
             for step in steps if jax.process_index() == 0 else []:
                 place.mkdir(exist_ok=True)
-                name = f"{self._folder.name}-{step}"
-                targets = (place / f"{name}-{number}" for number in itertools.count(1))
-                free = next(target for target in targets if not target.exists())
-                (self._folder / str(step)).rename(free)
+                name = f"{self._folder.name}-{step}-"
+                target = tempfile.mkdtemp(prefix=name, dir=place)
+                (self._folder / str(step)).rename(target)
         except OSError as error:
             raise WriteFailed(place, error) from None
         if steps:

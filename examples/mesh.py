@@ -84,10 +84,7 @@ def _fitting(mesh: Any, shape: tuple[int, ...], names: Sequence[Any]) -> Partiti
         group = name if isinstance(name, tuple) else (name,)
         there = tuple(axis for axis in group if mesh.shape.get(axis, 1) > 1)
         parts = math.prod(mesh.shape[axis] for axis in there)
-        if not there or size % parts:
-            spec.append(None)
-        else:
-            spec.append(there if len(there) > 1 else there[0])
+        spec.append(there if there and size % parts == 0 else None)
     while spec and spec[-1] is None:
         spec.pop()
     return PartitionSpec(*spec)

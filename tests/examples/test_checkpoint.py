@@ -121,7 +121,10 @@ def test_a_damaged_checkpoint_is_skipped_and_set_aside(
     # The run had finished: only a longer one reads its checkpoints again.
     assert main(["--resume", "--out", str(folder), "--steps", "13"]) == 0
     assert "checkpoint of step 12 skipped" in capsys.readouterr().out
-    assert (folder / "damaged" / "muon2-12-1").is_dir()
+    moved = {*(folder / "damaged").glob("muon2-12-*")} - {
+        folder / "damaged" / "muon2-12-2"
+    }
+    assert [(path / "params").is_dir() for path in moved] == [True]
     assert steps(folder) == ["12", "13", "8"] or steps(folder) == ["13", "4", "8"]
     assert list(losses(folder)) == list(range(1, 14))
 

@@ -222,7 +222,7 @@ def test_a_ruined_model_takes_the_place_of_no_good_one(
     (kept,) = (tmp_path / "run" / "checkpoints" / "adamw").iterdir()
     assert kept.name == "8"
     err = capsys.readouterr().err
-    assert "the first of them step 5" in err and "go back to checkpoint 8" in err
+    assert "the first of them step 5" in err and "the last checkpoint is 8" in err
     assert err.count("\n") == 1
     params, _, _ = load_params(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
