@@ -4,6 +4,7 @@ This module imports neither JAX nor NumPy, so that a bad option is reported at o
 """
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -253,8 +254,7 @@ class Config:
         return {key: value for part in parts for key, value in part.items()}
 
 
-SECTIONS: dict[str, type[Options]] = {"model": ModelConfig, "data": DataConfig}
-SECTIONS |= {"optim": OptimConfig, "run": RunConfig, "save": SaveConfig}
+SECTIONS: dict[str, type[Options]] = typing.get_type_hints(Config)
 
 BPE = lambda given: given["tokenizer"] == "bpe", "with --tokenizer bpe"
 _FALLS = lambda given: given["schedule"] != "constant", "in a schedule that falls"

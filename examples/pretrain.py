@@ -32,7 +32,7 @@ def _pretrain(argv: Sequence[str] | None) -> None:
     # Imported late: a bad option is reported without waiting for JAX.
     import jax
 
-    from examples import initial, optim, setup, train
+    from examples import optim, setup, train
     from examples.data import loader
     from examples.report import Report
 
@@ -51,7 +51,7 @@ def _pretrain(argv: Sequence[str] | None) -> None:
         plans = made.plans()
         if config.run.init_from and not runs.holds_run(folder):
             for plan in plans:  # what is refused leaves the folder free
-                initial.load(made, plan)
+                made.load_source(plan)
         if first:  # before the records: what has them can be continued
             made.write_down(folder)
         report = stack.enter_context(Report(config, folder))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import examples.step as steps
-from examples import checkpoint, initial, optim, sample
+from examples import checkpoint, optim, sample
 from examples.data.loader import prefetch
 from examples.files import WriteFailed
 from examples.mesh import peak_memory
@@ -120,7 +120,7 @@ class Training:
     def _start(self, abstract: steps.TrainState) -> steps.TrainState:
         """The state to go on from; records of steps after it are dropped."""
         state, notes = self._store.restore(abstract)
-        state = state or initial.first_state(self._setup, self._plan, abstract)
+        state = state or self._setup.first_state(self._plan, abstract)
         name, first, every = self._name, int(state.step), self._run.log_every
         # A run killed between its last step and its result evaluates once more.
         last = first - (first == self._run.steps)
