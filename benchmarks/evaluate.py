@@ -202,9 +202,7 @@ def _evaluate(config: EvaluateConfig) -> None:
         accuracies.append(metrics["acc"])
         record = {"kind": "zero_shot", "task": name, "questions": questions}
         try:
-            file = RecordFile(path)
-            file.write(record | metrics | settings)
-            file.close()
+            RecordFile(path).write(record | metrics | settings)
         except WriteFailed as error:  # the other tasks are worth as much
             failed = error
     mean = sum(accuracies) / len(accuracies)

@@ -135,22 +135,23 @@ class RecordFile:
     def __init__(self, path: Path):
         self._path = path
         try:
-            self._file = path.open("ab", buffering=0)
-            # A last line that a kill cut off goes: the next would be joined to it.
-            self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+            with path.open("ab") as file:
+                # A last line that a kill cut off goes: the next would be joined to it.
+                file.truncate(path.read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise WriteFailed(path, error) from None
 
     def write(self, record: Record) -> None:
         """Append one record; if that fails, the file is as it was before."""
-        before = os.fstat(self._file.fileno()).st_size
+        before = self._path.stat().st_size
         rest = memoryview((json.dumps(record) + "\n").encode())
         try:
-            while rest:  # a disk that is nearly full takes a part
-                rest = rest[self._file.write(rest) :]
+            with self._path.open("ab", buffering=0) as file:
+                while rest:  # a disk that is nearly full takes a part
+                    rest = rest[file.write(rest) :]
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.truncate(before)
+                os.truncate(self._path, before)
             raise WriteFailed(self._path, error) from None
 
     def rewind(self, keep: Callable[[Record], bool]) -> list[Record]:
@@ -163,18 +164,12 @@ class RecordFile:
         if len(records) < len(found):
             lines = "".join(json.dumps(record) + "\n" for record in records)
             write_atomically(self._path, lines.encode())
-            self._file.close()
-            self._file = self._path.open("ab", buffering=0)
         return records
 
     def sync(self) -> None:
         """Return when the records so far would survive a power failure."""
         try:
-            os.fsync(self._file.fileno())
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
         except OSError as error:
             raise WriteFailed(self._path, error) from None
-
-    def close(self) -> None:
-        """Let go of the file; nothing is left to be written."""
-        with contextlib.suppress(OSError):
-            self._file.close()

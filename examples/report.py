@@ -49,8 +49,6 @@ class Report:
         with contextlib.suppress(UserError):  # what stopped the run matters more
             if kind is not None:
                 self.record("stopped", reason=str(error) or kind.__name__)
-        if self._file is not None:
-            self._file.close()
 
     def say(self, *lines: str) -> None:
         """Print lines at once, also where stdout is a file.

@@ -38,10 +38,9 @@ def test_a_line_that_a_kill_cut_off_is_removed_before_the_next(tmp_path: Path) -
         assert [r["step"] for r in read_metrics(path)] == [1, 2]
         assert [r["step"] for r in file.rewind(lambda r: r["step"] == 2)] == [2]
         file.write(TRAIN | {"step": 3})
-        file.close()
         assert [r["step"] for r in read_metrics(path)] == [2, 3]
     path.write_text('{"kind"')
-    RecordFile(path).close()
+    RecordFile(path)
     assert path.read_bytes() == b""
 
 
@@ -67,10 +66,20 @@ def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """A file that takes a few bytes more and no others."""
+    """Where an open file is given a few bytes more and no others."""
 
-    def __init__(self, file: Any, room: int):
-        self.file, self.room = file, room
+    def __init__(self, room: int):
+        self.room = room
+
+    def holding(self, file: Any) -> "FullDisk":
+        self.file = file
+        return self
+
+    def __enter__(self) -> "FullDisk":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
 
     def write(self, data: memoryview) -> int:
         if not self.room:
@@ -89,14 +98,15 @@ def test_a_full_disk_leaves_whole_records(
     path = tmp_path / "metrics.jsonl"
     file = RecordFile(path)
     file.write(TRAIN)
-    disk = FullDisk(file._file, room=30)
-    monkeypatch.setattr(file, "_file", disk)
+    disk, opened = FullDisk(room=30), Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda *how, **more: disk.holding(opened(*how, **more))
+    )
     with pytest.raises(WriteFailed, match=r"metrics\.jsonl could not be .*No space"):
         file.write(TRAIN)
+    monkeypatch.undo()
     assert path.read_text() == json.dumps(TRAIN) + "\n"
-    disk.room = 1000
     file.write(TRAIN | {"step": 2})
-    file.close()
     assert [r["step"] for r in read_metrics(path)] == [1, 2]
 
 
