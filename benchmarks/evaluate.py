@@ -186,7 +186,7 @@ def describe(metrics: dict[str, float]) -> str:
 
 
 def _evaluate(config: EvaluateConfig) -> None:
-    """Evaluate, print and record."""
+    """Zero-shot evaluation of a training run."""
     from examples.files import RecordFile, WriteFailed
     from examples.sample import load_model
 
@@ -202,9 +202,7 @@ def _evaluate(config: EvaluateConfig) -> None:
         accuracies.append(metrics["acc"])
         record = {"kind": "zero_shot", "task": name, "questions": questions}
         try:
-            file = RecordFile(path)
-            file.write(record | metrics | settings)
-            file.close()
+            RecordFile(path).write(record | metrics | settings)
         except WriteFailed as error:  # the other tasks are worth as much
             failed = error
     mean = sum(accuracies) / len(accuracies)
@@ -214,16 +212,7 @@ def _evaluate(config: EvaluateConfig) -> None:
     print(f"record: {path}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate a run; returns the exit code."""
-
-    def run() -> None:
-        words = "benchmarks.evaluate", "Zero-shot evaluation of a training run."
-        given = options.parse({"evaluate": EvaluateConfig}, argv, *words)
-        _evaluate(given["evaluate"])
-
-    return options.run_command("evaluate", run)
-
+main = options.command("benchmarks.evaluate", EvaluateConfig, _evaluate)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The weight matrices of the paper's models: (count, shape) of the leaves."""
+"""The paper's models: their vocabularies, and (count, shape) of their matrices."""
 
 Matrices = list[tuple[int, tuple[int, ...]]]
 
@@ -21,6 +21,8 @@ def llama(width: int, hidden: int, layers: int) -> Matrices:
     ]
 
 
+# The vocabulary that the paper's parameter counts refer to, by architecture.
+VOCAB_SIZES: dict[str, int] = {"gpt": 50257, "llama": 32000, "moe": 32000}
 MODELS: dict[str, Matrices] = {
     "tiny": llama(64, 160, 2),
     # GPT-Small at half its width and a third of its layers: for CPUs.

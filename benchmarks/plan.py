@@ -12,14 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import VOCAB_SIZES
 from examples import options
-from examples.config import (
-    VOCAB_SIZES,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-)
+from examples.config import Config, ModelConfig, OptimConfig, RunConfig
 from examples.options import Options, check, option
 
 

@@ -20,8 +20,9 @@ import optax
 import muon2_optax as m2
 from benchmarks import record, timing
 from benchmarks.cost import model_flops, peak_flops
+from benchmarks.models import VOCAB_SIZES
 from examples import optim, step
-from examples.config import VOCAB_SIZES, Config, ModelConfig, OptimConfig, RunConfig
+from examples.config import Config, ModelConfig, OptimConfig, RunConfig
 from examples.mesh import batch_sharding, make_mesh
 from examples.models import make_model, matrix_rules
 

@@ -6,10 +6,10 @@ read; training then takes the one before it.
 """
 
 import contextlib
-import itertools
+import io
 import logging
 import math
-import os
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Collection, Generator, Sequence
@@ -71,20 +71,6 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(text, 150, placeholder=' ...')}"
 
 
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Without what libraries write to stderr about files that they cannot read."""
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            os.dup2(nowhere.fileno(), 2)
-            yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
 def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
     """The parts of a checkpoint, whose abstract values are given, and its counters.
 
@@ -95,8 +81,9 @@ def _read(manager: Any, step: int, parts: dict[str, Any]) -> dict[str, Any]:
     whole = NamedSharding(mesh, PartitionSpec())
     count = jax.ShapeDtypeStruct((), jnp.uint32, sharding=whole)
     names = [*_COUNTERS, *(f"{part}_digest" for part in _PARTS)]
-    with _quiet():
-        abstract = parts | {"counters": dict.fromkeys(names, count)}
+    abstract = parts | {"counters": dict.fromkeys(names, count)}
+    # Threads of Orbax print to stderr about files that they cannot read.
+    with contextlib.redirect_stderr(io.StringIO()):
         found = manager.load_checkpointables(step, abstract)
     for part in parts:
         if int(digest(found[part])) != int(found["counters"][f"{part}_digest"]):
@@ -225,10 +212,9 @@ class Store:
         try:
             for step in steps if jax.process_index() == 0 else []:
                 place.mkdir(exist_ok=True)
-                name = f"{self._folder.name}-{step}"
-                targets = (place / f"{name}-{number}" for number in itertools.count(1))
-                free = next(target for target in targets if not target.exists())
-                (self._folder / str(step)).rename(free)
+                name = f"{self._folder.name}-{step}-"
+                target = tempfile.mkdtemp(prefix=name, dir=place)
+                (self._folder / str(step)).rename(target)
         except OSError as error:
             raise WriteFailed(place, error) from None
         if steps:

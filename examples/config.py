@@ -4,6 +4,7 @@ This module imports neither JAX nor NumPy, so that a bad option is reported at o
 """
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -37,9 +38,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama_13b": _sizes("llama", 5120, 13827, 40, 40, 4096),
     "moe_7b": _sizes("moe", 2048, 4096, 24, 32, 4096, experts=16, active=2),
 }
-# The vocabulary that a preset's parameter count in the paper refers to.
-VOCAB_SIZES: dict[str, int] = {"gpt": 50257, "llama": 32000, "moe": 32000}
-
 
 _REMAT = "recompute in the backward pass: all but matrix products (dots), or all"
 _ATTENTION = "attention kernel; auto: cuDNN on GPUs in 16 bits, else XLA"
@@ -256,8 +254,7 @@ class Config:
         return {key: value for part in parts for key, value in part.items()}
 
 
-SECTIONS: dict[str, type[Options]] = {"model": ModelConfig, "data": DataConfig}
-SECTIONS |= {"optim": OptimConfig, "run": RunConfig, "save": SaveConfig}
+SECTIONS: dict[str, type[Options]] = typing.get_type_hints(Config)
 
 BPE = lambda given: given["tokenizer"] == "bpe", "with --tokenizer bpe"
 _FALLS = lambda given: given["schedule"] != "constant", "in a schedule that falls"

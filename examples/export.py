@@ -1,27 +1,25 @@
 """Parameters for other libraries: `python -m examples.export --run RUN --out FILE`.
 
 A LLaMA has the names and shapes of Hugging Face's `LlamaForCausalLM`, a GPT those of
-its `GPT2LMHeadModel`, in a file of the safetensors format: eight bytes with the length
-of a header, the header in JSON, the numbers. `examples.pretrain --init-from
-FILE.safetensors` begins with such a file, whoever wrote it.
+its `GPT2LMHeadModel`, in a file of the safetensors format. `examples.pretrain
+--init-from FILE.safetensors` begins with such a file, whoever wrote it.
 """
 
 import dataclasses
-import json
 import sys
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
 from examples.checkpoint import load_params
 from examples.config import ModelConfig, TrainedConfig
 from examples.files import write_atomically
-from examples.options import UserError, check, option, parse, run_command
+from examples.options import UserError, check, command, option
 
 # Their names to ours, where # is the number of a block. torch's Linear is (out, in), so
 # that kernels of a LLaMA are transposed; GPT-2's Conv1D is (in, out) as ours is, and
@@ -61,7 +59,8 @@ _GPT = {
 _SIDE_BY_SIDE = "query+key+value"
 
 SUFFIX = ".safetensors"
-_DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
+_DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(jnp.bfloat16)}
+_DTYPES |= {"F16": np.dtype("float16")}
 # Of attention masks and angles, which are computed: files may hold them.
 _COMPUTED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -126,6 +125,9 @@ def from_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], like: Any)
         shape = shape[::-1] if turned else shape
         said = f"has the shape {tensor.shape}, this model needs {shape}"
         check(tensor.shape == shape, f"tensor {name} {said}")
+        # Whole numbers would be those of a quantized model, whose scales are elsewhere.
+        said = f"is of {tensor.dtype}, not of {', '.join(_DTYPES)}"
+        check(tensor.dtype in _DTYPES.values(), f"tensor {name} {said}")
         whole = np.asarray(tensor.T if turned else tensor, np.float32)
         check(bool(np.isfinite(whole).all()), f"tensor {name} is not finite")
         for mine, part in zip(ours, np.split(whole, len(ours), axis=-1)):
@@ -142,55 +144,39 @@ def from_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], like: Any)
 
 def write(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
     """Write a file of tensors in F32, BF16 or F16, with a checksum for each."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    pieces, end = [], 0
-    for name, tensor in tensors.items():
-        numbers = np.ascontiguousarray(tensor.astype(_DTYPES[dtype]))
-        pieces.append(numbers.view(np.uint8))
-        begin, end = end, end + pieces[-1].nbytes
-        offsets = {"data_offsets": [begin, end]}
-        header[name] = {"dtype": dtype, "shape": [*tensor.shape], **offsets}
-        header["__metadata__"][f"crc32 {name}"] = f"{zlib.crc32(pieces[-1]):08x}"
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # numbers begin at a multiple of eight bytes
-    write_atomically(path, [len(text).to_bytes(8, "little"), text, *pieces])
+    made = {n: np.ascontiguousarray(x, _DTYPES[dtype]) for n, x in tensors.items()}
+    sums = {f"crc32 {name}": _checksum(tensor) for name, tensor in made.items()}
+    write_atomically(path, safetensors.numpy.save(made, {"format": "pt", **sums}))
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file; `UserError`, of one line, for a damaged one."""
-    damage = ValueError, KeyError, TypeError, AttributeError, RecursionError
-    try:
-        raw = np.memmap(path, np.uint8, mode="r")
-        size = 8 + int.from_bytes(raw[:8].tobytes(), "little")
-        header = json.loads(raw[8:size].tobytes().decode())
-        sums = header.pop("__metadata__", {})
-        crcs = {name: sums.get(f"crc32 {name}") for name in header}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except damage as error:
-        said = f"not a safetensors file, or one whose header is damaged ({error})"
-        raise UserError(f"{path}: {said}") from None
-    tensors, data = {}, raw[size:]
-    for name, entry in header.items():
-        try:
-            begin, end = entry["data_offsets"]
-            numbers, inside = data[begin:end].tobytes(), 0 <= begin <= end <= len(data)
-            if not inside or crcs[name] not in (None, f"{zlib.crc32(numbers):08x}"):
-                raise ValueError("its numbers are not those that were written")
-            flat = np.frombuffer(numbers, _DTYPES[entry["dtype"]])
-            tensors[name] = flat.reshape(entry["shape"])
-        except damage as error:
-            said = f"tensor {name} is cut short, damaged or of an unknown dtype"
-            raise UserError(f"{path}: {said} ({error})") from None
+    """The tensors of a file; those that carry a checksum are compared with it."""
+    tensors: dict[str, np.ndarray] = {}
+    with safetensors.safe_open(path, framework="np") as file:
+        sums = file.metadata() or {}
+        for name in file.keys():
+            try:
+                tensors[name] = file.get_tensor(name)
+            except AttributeError as error:  # NumPy has no such dtype
+                raise UserError(f"tensor {name}: {error}") from None
+            known = sums.get(f"crc32 {name}") in (None, _checksum(tensors[name]))
+            said = "is damaged: its numbers are not those that were written"
+            check(known, f"tensor {name} {said}")
     return tensors
+
+
+def _checksum(tensor: np.ndarray) -> str:
+    return f"{zlib.crc32(tensor.tobytes()):08x}"
 
 
 def load(path: Path, config: ModelConfig, like: Any) -> Any:
     """The parameters in a file, of the shapes and shardings of `like`."""
     try:
         return from_tensors(config, read(path), like)
-    except UserError as error:
-        said = str(error).removeprefix(f"{path}: ")
+    except (OSError, UserError) as error:
+        raise UserError(f"--init-from {path}: {error}") from None
+    except safetensors.SafetensorError as error:
+        said = f"not a safetensors file, or a damaged one ({error})"
         raise UserError(f"--init-from {path}: {said}") from None
 
 
@@ -206,19 +192,15 @@ class ExportConfig(TrainedConfig):
         check(self.out.endswith(SUFFIX), f"--out NAME{SUFFIX} is needed")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def _export(given: ExportConfig) -> None:
+    """Write the parameters of a run as safetensors."""
+    params, config, _ = load_params(given.run, given.optimizer, given.step)
+    tensors = to_tensors(config.model, params)
+    write(Path(given.out), tensors, given.dtype)
+    print(f"{given.out}: {len(tensors)} tensors")
 
-    def run() -> None:
-        words = "examples.export", "Write the parameters of a run as safetensors."
-        given = parse({"export": ExportConfig}, argv, *words)["export"]
-        params, config, _ = load_params(given.run, given.optimizer, given.step)
-        tensors = to_tensors(config.model, params)
-        write(Path(given.out), tensors, given.dtype)
-        print(f"{given.out}: {len(tensors)} tensors")
 
-    return run_command("export", run)
-
+main = command("examples.export", ExportConfig, _export)
 
 if __name__ == "__main__":
     sys.exit(main())

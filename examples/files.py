@@ -1,11 +1,11 @@
 """Files that survive a kill and a full disk: whole or not at all, line by line."""
 
 import contextlib
-import hashlib
+import fcntl
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,39 @@ class WriteFailed(Failed):
         super().__init__(f"{path} could not be written: {error.strerror or error}")
 
 
-def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
-    """Write buffers one after the other; returns their SHA-256.
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Keep other processes from writing into an output folder, which is made if needed.
+
+    The system lets go of the lock when a process is killed. Some network file systems
+    know no locks: there the work goes on without one.
+    """
+    path, busy = folder / "lock", False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        lock = path.open("ab")
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            busy = os.fstat(lock.fileno()).st_nlink == 0  # removed by who held it
+        except BlockingIOError:
+            busy = True
+        except OSError:
+            pass
+        said = "another process is writing there; wait until it ends, or choose another"
+        check(not busy, f"--out {folder}: {said}")
+        try:
+            yield
+        finally:
+            if new:
+                path.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file.
 
     Whoever reads the file finds the old content or the new one, also after a loss of
     power: it appears under its name when all of it is on the disk.
@@ -36,13 +67,10 @@ def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
     Raises:
       WriteFailed: the old content, if any, is still there.
     """
-    sha = hashlib.sha256()
     beside = path.with_name(path.name + ".tmp")
     try:
         with beside.open("wb") as file:
-            for piece in pieces:
-                sha.update(piece)
-                file.write(piece)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -55,7 +83,6 @@ def write_atomically(path: Path, pieces: Iterable[Any]) -> str:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise WriteFailed(path, error) from None
-    return sha.hexdigest()
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -65,7 +92,7 @@ def _checksum(content: dict[str, Any]) -> str:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write an object as JSON, atomically, with a checksum."""
     text = json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
-    write_atomically(path, [text.encode()])
+    write_atomically(path, text.encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,22 +135,23 @@ class RecordFile:
     def __init__(self, path: Path):
         self._path = path
         try:
-            self._file = path.open("ab", buffering=0)
-            # A last line that a kill cut off goes: the next would be joined to it.
-            self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+            with path.open("ab") as file:
+                # A last line that a kill cut off goes: the next would be joined to it.
+                file.truncate(path.read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise WriteFailed(path, error) from None
 
     def write(self, record: Record) -> None:
         """Append one record; if that fails, the file is as it was before."""
-        before = os.fstat(self._file.fileno()).st_size
+        before = self._path.stat().st_size
         rest = memoryview((json.dumps(record) + "\n").encode())
         try:
-            while rest:  # a disk that is nearly full takes a part
-                rest = rest[self._file.write(rest) :]
+            with self._path.open("ab", buffering=0) as file:
+                while rest:  # a disk that is nearly full takes a part
+                    rest = rest[file.write(rest) :]
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.truncate(before)
+                os.truncate(self._path, before)
             raise WriteFailed(self._path, error) from None
 
     def rewind(self, keep: Callable[[Record], bool]) -> list[Record]:
@@ -134,20 +162,14 @@ class RecordFile:
         found = read_metrics(self._path)
         records = [record for record in found if keep(record)]
         if len(records) < len(found):
-            lines = [(json.dumps(record) + "\n").encode() for record in records]
-            write_atomically(self._path, lines)
-            self._file.close()
-            self._file = self._path.open("ab", buffering=0)
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            write_atomically(self._path, lines.encode())
         return records
 
     def sync(self) -> None:
         """Return when the records so far would survive a power failure."""
         try:
-            os.fsync(self._file.fileno())
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
         except OSError as error:
             raise WriteFailed(self._path, error) from None
-
-    def close(self) -> None:
-        """Let go of the file; nothing is left to be written."""
-        with contextlib.suppress(OSError):
-            self._file.close()

@@ -46,11 +46,9 @@ def parse(text: str) -> dict[str, int]:
         name, _, number = part.partition("=")
         check(name in AXES, f"--mesh: no axis {name!r} (known: {', '.join(AXES)})")
         check(name not in sizes, f"--mesh: axis {name} is given twice")
-        whole = number.removeprefix("-").isdecimal()
-        check(whole, f"--mesh: want {name}=NUMBER, got {part!r}")
+        said = f"--mesh: want {name}=NUMBER, at least 1 or -1 for the rest, got {part}"
+        check(bool(re.fullmatch(r"-1|[1-9]\d*", number)), said)
         sizes[name] = int(number)
-        positive = sizes[name] >= 1 or sizes[name] == -1
-        check(positive, f"--mesh: {name} must be at least 1, or -1 for the rest")
     check([*sizes.values()].count(-1) <= 1, "--mesh: only one axis can be -1")
     return sizes
 
@@ -86,10 +84,7 @@ def _fitting(mesh: Any, shape: tuple[int, ...], names: Sequence[Any]) -> Partiti
         group = name if isinstance(name, tuple) else (name,)
         there = tuple(axis for axis in group if mesh.shape.get(axis, 1) > 1)
         parts = math.prod(mesh.shape[axis] for axis in there)
-        if not there or size % parts:
-            spec.append(None)
-        else:
-            spec.append(there if len(there) > 1 else there[0])
+        spec.append(there if there and size % parts == 0 else None)
     while spec and spec[-1] is None:
         spec.pop()
     return PartitionSpec(*spec)

@@ -166,3 +166,21 @@ def parse(
         unchanged = given[name] == parser.get_default(name)
         check(unchanged or acts(given), f"{flag(name)} acts only {where}")
     return build(sections, given)
+
+
+def command(
+    module: str, section: type, run: Callable[[Any], None], **more: Any
+) -> Callable[..., int]:
+    """The `main` of a module: runs it with its options, returns the exit code.
+
+    `more` goes to `parse`.
+    """
+    name, about = module.rpartition(".")[2], run.__doc__ or ""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        def parsed() -> None:
+            run(parse({name: section}, argv, module, about, **more)[name])
+
+        return run_command(name, parsed)
+
+    return main

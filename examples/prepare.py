@@ -7,7 +7,6 @@ the same command is given again.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from examples.data import shards
 from examples.data import tokens as tok
 from examples.data.corpus import Corpus, Group
 from examples.data.loader import prefetch
-from examples.files import WriteFailed, write_json
-from examples.options import Interrupted, Options, check, option, parse, run_command
+from examples.files import locked, write_json
+from examples.options import Interrupted, Options, check, command, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +64,6 @@ def _begin(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
         return folder
     foreign = any(path.glob("*.bin"))
     check(not foreign, f"--out {path}: holds other .bin files; choose another")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteFailed(path, error) from None
     sample: list[bytes] = []
     if config.tokenizer == "bpe":
         groups = config.corpus().groups(config.shard_bytes)
@@ -105,6 +100,11 @@ def _write_group(
 def prepare(config: PrepareConfig) -> shards.Folder:
     """Write the shards of `config`, or those that are still missing."""
     corpus = config.corpus()
+    with locked(Path(config.out)):
+        return _write(config, corpus)
+
+
+def _write(config: PrepareConfig, corpus: Corpus) -> shards.Folder:
     print(f"{corpus.name}; tokenizer {config.tokenizer}", *corpus.notes, sep="\n  ")
     folder = _begin(config, corpus)
     path, index, tokenizer = folder.path, folder.index, folder.tokenizer()
@@ -120,24 +120,19 @@ def prepare(config: PrepareConfig) -> shards.Folder:
     return shards.open_folder(path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def _prepare(config: PrepareConfig) -> None:
+    """Turn text into token shards."""
+    try:
+        folder = prepare(config)
+    except KeyboardInterrupt:
+        raise Interrupted(2, "interrupted; the same command goes on") from None
+    for split in ("train", "val"):
+        counts = folder.counts(split).items()
+        print(f"{split}:", ", ".join(f"{n:,} {name}" for name, n in counts))
 
-    def run() -> None:
-        words = "examples.prepare", "Turn text into token shards."
-        conditions = {"conditions": {"vocab_size": BPE}}
-        given = parse({"prepare": PrepareConfig}, argv, *words, **conditions)
-        try:
-            folder = prepare(given["prepare"])
-        except KeyboardInterrupt:
-            said = "interrupted; the same command goes on"
-            raise Interrupted(2, said) from None
-        for split in ("train", "val"):
-            counts = folder.counts(split).items()
-            print(f"{split}:", ", ".join(f"{n:,} {name}" for name, n in counts))
 
-    return run_command("prepare", run)
-
+_CONDITIONS = {"vocab_size": BPE}
+main = command("examples.prepare", PrepareConfig, _prepare, conditions=_CONDITIONS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -32,7 +32,7 @@ def _pretrain(argv: Sequence[str] | None) -> None:
     # Imported late: a bad option is reported without waiting for JAX.
     import jax
 
-    from examples import initial, optim, plot, setup, train
+    from examples import optim, setup, train
     from examples.data import loader
     from examples.report import Report
 
@@ -44,14 +44,14 @@ def _pretrain(argv: Sequence[str] | None) -> None:
         folder = Path(str(config.run.out))
         if first:
             folder = stack.enter_context(runs.claimed(config))
-        made = setup.prepare(config, data)
+        made = setup.Setup(config, data)
         results = runs.records(folder, "result")  # before anything is written
         done = {r["optimizer"]: r for r in results if r["steps"] == config.run.steps}
         changes = runs.check_text(folder, config, data.about["digest"])
         plans = made.plans()
         if config.run.init_from and not runs.holds_run(folder):
             for plan in plans:  # what is refused leaves the folder free
-                initial.load(made, plan)
+                made.load_source(plan)
         if first:  # before the records: what has them can be continued
             made.write_down(folder)
         report = stack.enter_context(Report(config, folder))
@@ -64,10 +64,8 @@ def _pretrain(argv: Sequence[str] | None) -> None:
                 with contextlib.closing(training):
                     done[plan.name] = training.result()
         if first:
-            found = plot.curves(folder / runs.METRICS_FILE)
-            figure = plot.draw(found, folder / "loss.png")
             results = [done[plan.name] for plan in plans]
-            report.table(results, figure, time.perf_counter() - begin)
+            report.table(results, time.perf_counter() - begin)
 
 
 def _settle_devices(config: Config) -> Config:

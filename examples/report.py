@@ -49,8 +49,6 @@ class Report:
         with contextlib.suppress(UserError):  # what stopped the run matters more
             if kind is not None:
                 self.record("stopped", reason=str(error) or kind.__name__)
-        if self._file is not None:
-            self._file.close()
 
     def say(self, *lines: str) -> None:
         """Print lines at once, also where stdout is a file.
@@ -108,8 +106,8 @@ class Report:
         loss, bits = numbers["loss"], numbers["bits_per_byte"]
         self.step(name, step, f"val loss {loss:.4f}  bits/byte {bits:.3f}")
 
-    def table(self, results: list[Record], figure: Path, seconds: float) -> None:
-        """The closing table, and where the files are."""
+    def table(self, results: list[Record], seconds: float) -> None:
+        """The closing table, where the records are, and what draws them."""
         rows = [[head for head, _ in _TABLE.values()]]
         for result in results:
             values = ((result[key], form) for key, (_, form) in _TABLE.items())
@@ -119,4 +117,5 @@ class Report:
         for row in rows:
             self.say("  ".join(map(str.rjust, row, widths)))
         metrics = self._folder / METRICS_FILE
-        self.say(f"plot: {figure}", f"metrics: {metrics}", f"total: {seconds:.1f} s")
+        draw = f"python -m benchmarks.plot {self._folder}"
+        self.say(f"metrics: {metrics}", f"figure: {draw}", f"total: {seconds:.1f} s")

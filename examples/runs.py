@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples.config import SECTIONS, Config, parse
-from examples.files import Record, read_json, read_metrics, write_json
+from examples.files import Record, locked, read_json, read_metrics, write_json
 from examples.options import UserError, build, check, flag
 
 SETTINGS_FILE = "config.json"
@@ -90,27 +89,11 @@ def read_options(argv: Sequence[str] | None) -> Config:
 
 @contextlib.contextmanager
 def claimed(config: Config) -> Generator[Path]:
-    """The output folder, in which no other run begins or writes meanwhile.
-
-    The system lets go of it when a process is killed. Some network file systems know no
-    locks: there the run goes on without one.
-    """
+    """The output folder, in which no other run begins or writes meanwhile."""
     new = (Path("runs", str(number)) for number in itertools.count(1))
     free = (folder for folder in new if not folder.exists())
     folder = next(free) if config.run.out is None else Path(config.run.out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("ab")
-    except OSError as error:
-        raise UserError(f"--out {folder}: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            said = "another run is writing there; wait until it ends, or choose another"
-            raise UserError(f"--out {folder}: {said}") from None
-        except OSError:
-            pass
+    with locked(folder):
         taken = config.save.resume == "no" and holds_run(folder)
         said = "already holds a run; choose another, or --resume it"
         check(not taken, f"--out {folder}: {said}")

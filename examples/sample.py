@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from examples.checkpoint import load_params
 from examples.config import ModelConfig, TrainedConfig
 from examples.data import tokens as tok
 from examples.models import make_model
-from examples.options import check, option, parse, run_command
+from examples.options import check, command, option
 
 _TOP_P = "choose among the likeliest that have this probability together"
 
@@ -141,18 +140,15 @@ def continue_text(
     return model.tokenizer.decode([i for i in text if i != end_id])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def _sample(config: SampleConfig) -> None:
+    """Continue a prompt with a trained model."""
+    model = load_model(config.run, config.optimizer, config.step)
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    choices = {name: getattr(config, name) for name in names}
+    print(continue_text(model, config.prompt, **choices))
 
-    def run() -> None:
-        words = "examples.sample", "Continue a prompt with a trained model."
-        parsed = parse({"sample": SampleConfig}, argv, *words)
-        given = dataclasses.asdict(parsed["sample"])
-        model = load_model(*(given.pop(name) for name in ("run", "optimizer", "step")))
-        print(continue_text(model, given.pop("prompt"), **given))
 
-    return run_command("sample", run)
-
+main = command("examples.sample", SampleConfig, _sample)
 
 if __name__ == "__main__":
     sys.exit(main())

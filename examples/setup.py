@@ -1,17 +1,17 @@
 """What all optimizers of a run share: data, devices, model and compiled functions."""
 
 import dataclasses
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 import muon2_optax as m2
-from examples import optim, runs
+from examples import checkpoint, export, optim, runs
 from examples import step as steps
 from examples.config import Config
 from examples.data import loader
@@ -19,23 +19,41 @@ from examples.data import tokens as tok
 from examples.files import write_atomically
 from examples.mesh import batch_sharding, environment, make_mesh
 from examples.models import count_parameters, make_model, matrix_rules
-from examples.options import check
+from examples.options import check, flag
 from examples.report import Report
 
+# Options on which the meaning of parameters depends, but not their shapes.
+_UNSEEN = ("heads", "rope_theta", "active_experts")
 
-@dataclasses.dataclass(frozen=True)
+
 class Setup:
-    """Made once by `prepare`."""
+    """Made once for a run, compiled where it can be, so that no optimizer pays for it.
 
-    config: Config
-    data: loader.Dataset
-    mesh: Mesh
-    rows: NamedSharding  # of a batch
-    graphdef: Any
-    init: Callable[[jax.Array], Any]
-    params: Any  # shapes and shardings
-    tokens: jax.ShapeDtypeStruct  # of a batch
-    eval_step: Callable[[Any, Any, Any], jax.Array]
+    `rows` is the sharding of a batch; of `params` and a batch of `tokens` there are
+    shapes and shardings. `init` makes parameters of a key.
+    """
+
+    def __init__(self, config: Config, data: loader.Dataset):
+        mesh, run, length = make_mesh(config.run.mesh), config.run, config.model.seq_len
+        rows = batch_sharding(mesh)
+        said = f"--loss-chunks {run.loss_chunks} does not divide {length} tokens"
+        check(not run.loss_chunks or length % run.loss_chunks == 0, said)
+        groups = mesh.size // rows.shard_shape((mesh.size, 1))[0]
+        size = run.batch_size // run.accumulate
+        said = f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size}"
+        said += f" rows cannot be divided over the {groups} parts of --mesh"
+        check(size % groups == 0, f"{said} {run.mesh or 'data=-1'}")
+        self.config, self.data, self.mesh, self.rows = config, data, mesh, rows
+        vocab_size, array = data.tokenizer.vocab_size, jax.ShapeDtypeStruct
+        self.tokens = array((run.batch_size, length + 1), np.int32, sharding=rows)
+        weight = array((run.batch_size,), np.float32, sharding=rows)
+        chunks = steps.loss_chunks(config, vocab_size, mesh, parts=1)
+        with jax.set_mesh(mesh):
+            self.graphdef, self.init = make_model(config.model, vocab_size)
+            self.params = steps.abstract_params(self.init, mesh)
+            eval_step = steps.make_eval_step(self.graphdef, chunks)
+            lowered = eval_step.lower(self.params, self.tokens, weight)
+            self._eval_step = lowered.compile()
 
     def plans(self) -> list[optim.Plan]:
         """The optimizers to compare, for this model on this mesh."""
@@ -54,6 +72,50 @@ class Setup:
         model = self.graphdef, transform, config, abstract
         train_step = steps.make_train_step(*model, chunks, plan.schedule)
         return abstract, train_step.lower(abstract, self.tokens).compile()
+
+    def first_state(self, plan: optim.Plan, abstract: steps.TrainState) -> Any:
+        """The state before the first step: new, or with what --init-from names."""
+        if self.config.run.init_from is None:
+            key = jax.random.key(self.config.run.seed)
+            return steps.initial_state(self.init, plan.transform, abstract, key)
+        params, old = self.load_source(plan)
+        state = steps.initial_state(lambda p: p, plan.transform, abstract, params)
+        if old is None:
+            return state
+        return state._replace(opt_state=optim.at_schedule_start(old))
+
+    def load_source(self, plan: optim.Plan) -> tuple[Any, Any]:
+        """The parameters of --init-from and, if it is wanted, the optimizer's state.
+
+        Raises:
+          UserError: they cannot be read, or would mean something else in this run.
+        """
+        run, params = self.config.run, self.params
+        source = Path(str(run.init_from))
+        if source.suffix == export.SUFFIX:
+            return export.load(source, self.config.model, params), None
+        config, known = runs.stored_config(source), runs.stored_settings(source)
+        theirs = tok.load_tokenizer(source / tok.FILE, known.get("tokenizer"))
+        tokenizers = theirs, self.data.tokenizer
+        texts = [hashlib.sha256(t.content()).hexdigest()[:12] for t in tokenizers]
+        pairs = {"the tokenizer's hash": texts}
+        models = config.model, self.config.model
+        pairs |= {flag(key): [getattr(m, key) for m in models] for key in _UNSEEN}
+        if run.init_optimizer:
+            states = (c.optim.mu_dtype or "float32" for c in (config, self.config))
+            pairs["--init-optimizer: --mu-dtype"] = [*states]
+        for name, (there, here) in pairs.items():
+            said = f"{name} is {there} there, {here} here; give what that run had"
+            check(there == here, f"--init-from {source}: {said}")
+        transform = plan.transform if run.init_optimizer else None
+        several = len(optim.plans(config.optim, steps=1)) > 1
+        name = plan.name if several or run.init_optimizer else None
+        places = {"mesh": self.mesh, "transform": transform}
+        found, _, opt_state = checkpoint.load_params(source, name, **places)
+        shapes = [jax.tree.map(lambda x: x.shape, tree) for tree in (params, found)]
+        said = "its parameters are not of the shapes of this run's model and vocabulary"
+        check(shapes[0] == shapes[1], f"--init-from {source}: {said}")
+        return found, opt_state
 
     def _mine(self) -> slice:
         """The rows of a global batch that this process feeds."""
@@ -76,7 +138,7 @@ class Setup:
         """Mean loss per validation token (nats), and in bits per byte of text."""
         mine, text = self._mine(), self.data.about["val"]
         sums = [
-            self.eval_step(params, self.place(tokens[mine]), self.place(weight[mine]))
+            self._eval_step(params, self.place(tokens[mine]), self.place(weight[mine]))
             for tokens, weight in self.data.val
         ]
         loss = math.fsum(float(value) for value in sums) / self.data.val_tokens
@@ -89,7 +151,7 @@ class Setup:
         digest, size = self.data.about["digest"], tokenizer.vocab_size
         runs.store_settings(folder, config, size, digest, saved)
         routing = matrix_rules(config.model).describe(self.params) + "\n"
-        write_atomically(folder / "parameters.txt", [routing.encode()])
+        write_atomically(folder / "parameters.txt", routing.encode())
 
     def describe(self, report: Report, changes: Sequence[str]) -> None:
         """Say and record what is about to be trained on what.
@@ -123,26 +185,3 @@ class Setup:
         about = {"config": dataclasses.asdict(config), "environment": machine}
         about |= {"parameters": count, "text": text, "changes": list(changes)}
         report.record("run", **about)
-
-
-def prepare(config: Config, data: loader.Dataset) -> Setup:
-    """Build and compile what all optimizers share, so that none is charged for it."""
-    mesh, run, length = make_mesh(config.run.mesh), config.run, config.model.seq_len
-    rows = batch_sharding(mesh)
-    divides = not run.loss_chunks or length % run.loss_chunks == 0
-    check(divides, f"--loss-chunks {run.loss_chunks} does not divide {length} tokens")
-    groups = mesh.size // rows.shard_shape((mesh.size, 1))[0]
-    size = run.batch_size // run.accumulate
-    parts = f"--batch-size {run.batch_size} / --accumulate {run.accumulate} = {size}"
-    said = f"rows cannot be divided over the {groups} parts of --mesh"
-    check(size % groups == 0, f"{parts} {said} {run.mesh or 'data=-1'}")
-    vocab_size = data.tokenizer.vocab_size
-    with jax.set_mesh(mesh):
-        graphdef, init = make_model(config.model, vocab_size)
-        params = steps.abstract_params(init, mesh)
-        chunks = steps.loss_chunks(config, vocab_size, mesh, parts=1)
-        eval_step, array = steps.make_eval_step(graphdef, chunks), jax.ShapeDtypeStruct
-        tokens = array((run.batch_size, length + 1), np.int32, sharding=rows)
-        weight = array((run.batch_size,), np.float32, sharding=rows)
-        compiled = eval_step.lower(params, tokens, weight).compile()
-    return Setup(config, data, mesh, rows, graphdef, init, params, tokens, compiled)

@@ -43,11 +43,8 @@ class Metrics(NamedTuple):
 def abstract_params(init: Callable[[jax.Array], Any], mesh: Mesh) -> Any:
     """The shapes of the parameters, and where on the mesh they live."""
     shapes = jax.eval_shape(init, jax.random.key(0))
-    return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        shapes,
-        param_shardings(shapes, mesh),
-    )
+    places = param_shardings(shapes, mesh)
+    return jax.tree.map(lambda x, where: x.update(sharding=where), shapes, places)
 
 
 def abstract_state(

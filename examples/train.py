@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import examples.step as steps
-from examples import checkpoint, initial, optim, sample
+from examples import checkpoint, optim, sample
 from examples.data.loader import prefetch
 from examples.files import WriteFailed
 from examples.mesh import peak_memory
@@ -91,9 +91,8 @@ class Training:
             self._steps(compiled, first)
         except (WriteFailed, checkpoint.CheckpointFailed):
             raise  # a checkpoint must not be newer than the records
-        except UserError:  # steps that are not finite, or damaged data
-            self._keep_good()
-            raise
+        except UserError as error:  # steps that are not finite, or damaged data
+            raise type(error)(f"{error}; {self._keep_good()}") from None
         if first == run.steps:
             self._evaluate(first)
         self._store.wait()
@@ -121,7 +120,7 @@ class Training:
     def _start(self, abstract: steps.TrainState) -> steps.TrainState:
         """The state to go on from; records of steps after it are dropped."""
         state, notes = self._store.restore(abstract)
-        state = state or initial.first_state(self._setup, self._plan, abstract)
+        state = state or self._setup.first_state(self._plan, abstract)
         name, first, every = self._name, int(state.step), self._run.log_every
         # A run killed between its last step and its result evaluates once more.
         last = first - (first == self._run.steps)
@@ -204,8 +203,7 @@ class Training:
         if n >= self._run.max_bad_steps:
             raise Failed(
                 f"{name}: {n} steps in a row were not finite, the first of them step "
-                f"{self._first_bad} ({said}); {self._keep_good()}; try a lower "
-                "--learning-rate"
+                f"{self._first_bad} ({said}); try a lower --learning-rate"
             )
 
     def _evaluate(self, number: int) -> None:
@@ -242,13 +240,15 @@ class Training:
         return bool(finite) and math.isfinite(loss)
 
     def _keep_good(self) -> str:
-        """Save the newest state if it is good; where to go back to."""
+        """Save the newest state if it is good; says which checkpoint is the last."""
         if self._sound():  # steps that were skipped have left it as it was
             self._report.sync()
             self._store.save(self._state)
             self._store.wait()
         kept = self._store.steps()
-        return f"go back to checkpoint {kept[-1]}" if kept else "there is no checkpoint"
+        return (
+            f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint"
+        )
 
     def _save(self, *, now: bool) -> None:
         """Begin a checkpoint, after all records up to its step are on disk.

@@ -167,7 +167,7 @@ def test_first_cell_says_what_to_do_where_the_index_has_nothing(folder, monkeypa
         run_install_cell(monkeypatch, (), after={"flax", "matplotlib"})
 
 
-def test_first_cell_asks_for_what_the_extra_asks_for():
-    """The versions in the cell are those of ``pip install muon2-optax[examples]``."""
+def test_first_cell_asks_for_what_the_extras_ask_for():
+    """The versions in the cell are those that pyproject.toml asks for."""
     listed = (ROOT / "pyproject.toml").read_text()
     assert all(f"{requirement}," in listed for requirement in REST.split())

@@ -35,6 +35,7 @@ def write_shard(
 ) -> Shard:
     """Write a number for each token of some documents, `size` bytes of text."""
     raw = data.tobytes()
+    write_atomically(file, raw)
     return {
         "name": file.name,
         "split": split,
@@ -42,7 +43,7 @@ def write_shard(
         "documents": documents,
         "bytes": size,
         "tokens": len(data),
-        "sha256": write_atomically(file, [raw]),
+        "sha256": hashlib.sha256(raw).hexdigest(),
         "blocks": [zlib.crc32(raw[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK)],
     }
 

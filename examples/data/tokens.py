@@ -78,7 +78,8 @@ Tokenizer = ByteTokenizer | SubwordTokenizer
 def save(tokenizer: Tokenizer, path: Path) -> str:
     """Write the tokenizer's file; returns its SHA-256."""
     # The library's own `save` raises bare Exception where the file cannot be written.
-    return write_atomically(path, [tokenizer.content()])
+    write_atomically(path, content := tokenizer.content())
+    return hashlib.sha256(content).hexdigest()
 
 
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> SubwordTokenizer:

@@ -27,3 +27,11 @@ def text_path(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("text") / "sources.txt"
     path.write_text("\n<|endoftext|>\n".join(documents), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def checkpointed(text_path: pathlib.Path, tiny: list[str]) -> list[str]:
+    """Options of a tiny run with a checkpoint every four steps, that can go on."""
+    options = [*tiny, "--batch-size", "8", "--data", str(text_path), "--log-every", "1"]
+    options += ["--optimizer", "muon2", "--save-every", "4", "--eval-every", "4"]
+    return [*options, "--keep", "3", "--warmup-steps", "2", "--resume", "auto"]

@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 from benchmarks import evaluate, plot
 from examples import checkpoint, export, sample, step
 from examples.config import parse
-from examples.data import loader
 from examples.files import RecordFile, WriteFailed, read_metrics
 from examples.models import make_model
 from examples.options import UserError
@@ -32,17 +30,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*never awaited:RuntimeWarning")
 
 
 @pytest.fixture(scope="module")
-def argv(text_path: Path, tiny: list[str]) -> list[str]:
-    options = [*tiny, "--batch-size", "8", "--data", str(text_path), "--log-every", "1"]
-    options += ["--optimizer", "muon2", "--save-every", "4", "--eval-every", "4"]
-    return [*options, "--keep", "3", "--warmup-steps", "2", "--resume", "auto"]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, argv: list[str]) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, checkpointed: list[str]) -> Path:
     """A run of 12 steps on one device, with checkpoints of 4, 8 and 12."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    assert main([*argv, "--steps", "12", "--out", str(folder)]) == 0
+    assert main([*checkpointed, "--steps", "12", "--out", str(folder)]) == 0
     return folder
 
 
@@ -76,7 +67,7 @@ def cut_back(finished: Path, target: Path, *removed: str) -> Path:
     ],
 )
 def test_another_mesh_goes_on_with_the_same_losses(
-    mesh: str, finished: Path, argv: list[str], tmp_path: Path
+    mesh: str, finished: Path, checkpointed: list[str], tmp_path: Path
 ) -> None:
     folder = cut_back(finished, tmp_path / "run", "8", "12")
     assert main(["--resume", "--out", str(folder), "--mesh", mesh]) == 0
@@ -130,7 +121,10 @@ def test_a_damaged_checkpoint_is_skipped_and_set_aside(
     # The run had finished: only a longer one reads its checkpoints again.
     assert main(["--resume", "--out", str(folder), "--steps", "13"]) == 0
     assert "checkpoint of step 12 skipped" in capsys.readouterr().out
-    assert (folder / "damaged" / "muon2-12-1").is_dir()
+    moved = {*(folder / "damaged").glob("muon2-12-*")} - {
+        folder / "damaged" / "muon2-12-2"
+    }
+    assert [(path / "params").is_dir() for path in moved] == [True]
     assert steps(folder) == ["12", "13", "8"] or steps(folder) == ["13", "4", "8"]
     assert list(losses(folder)) == list(range(1, 14))
 
@@ -232,12 +226,12 @@ def test_other_text_is_refused(
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_the_last_checkpoint(
-    finished: Path, argv: list[str], tmp_path: Path
+    finished: Path, checkpointed: list[str], tmp_path: Path
 ) -> None:
     """The limit on the size of a file stands for the disk: writing fails at 20 kB."""
     folder = tmp_path / "run"
     limited = ["bash", "-c", 'ulimit -f 20; exec "$@"', "-"]  # units of 1 kB
-    command = [*limited, sys.executable, "-m", "examples.pretrain", *argv]
+    command = [*limited, sys.executable, "-m", "examples.pretrain", *checkpointed]
     command += ["--out", str(folder), "--steps", "16"]
     settings = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     # What it cannot write whole must not lie in the cache that the others read.
@@ -314,7 +308,7 @@ def test_records_that_cannot_be_written_end_the_run(
     monkeypatch.undo()
     with claimed(parse(["--out", str(folder), "--resume"])):
         assert main(["--resume", "--out", str(folder)]) == 2
-    assert "another run is writing there" in capsys.readouterr().err
+    assert "another process is writing there" in capsys.readouterr().err
     assert main(["--resume", "--out", str(folder)]) == 0
     assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
 
@@ -344,74 +338,6 @@ def test_load_params_names_what_is_missing(finished: Path, tmp_path: Path) -> No
         checkpoint.load_params(finished, "adamw")
     with pytest.raises(UserError, match="no run there"):
         checkpoint.load_params(tmp_path)
-
-
-@pytest.fixture
-def poison(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes the gradient of the batch of one step not finite."""
-
-    def of_step(number: int) -> None:
-        averaged = step._averaged_gradients
-
-        def poisoned(loss_fn: Any, params: Any, tokens_BxM: Any, parts: int) -> Any:
-            losses, grads = averaged(loss_fn, params, tokens_BxM, parts)
-            bad = (tokens_BxM == bad_row[None]).all(axis=1).any()
-            return losses, jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
-
-        bad_row = loader.load(parse(argv)).train.at(number - 1)[2]
-        monkeypatch.setattr(step, "_averaged_gradients", poisoned)
-
-    return of_step
-
-
-def test_a_failing_step_is_skipped_counted_and_shown(
-    argv: list[str],
-    tmp_path: Path,
-    poison: Callable[[int], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """One batch whose gradient is not finite; its neighbours train as ever."""
-    poison(5)
-    assert main([*argv, "--steps", "8", "--out", str(tmp_path / "run")]) == 0
-    assert "muon2: step 5 skipped" in capsys.readouterr().out
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    (skipped,) = (r for r in records if r["kind"] == "skipped")
-    assert (skipped["step"], skipped["in_a_row"]) == (5, 1)
-    train = [r for r in records if r["kind"] == "train"]
-    assert [r["grad_norm"] is None for r in train] == [r["step"] == 5 for r in train]
-    assert train[-1]["loss"] < train[0]["loss"]
-    assert [r["skipped"] for r in train] == [0] * 4 + [1] * 4
-
-
-def test_a_checkpoint_that_is_due_at_a_failing_step_is_made_at_the_next(
-    argv: list[str], tmp_path: Path, poison: Callable[[int], None]
-) -> None:
-    poison(3)
-    options = ["--steps", "7", "--save-every", "3", "--save-minutes", "0"]
-    assert main([*argv, *options, "--out", str(tmp_path / "run")]) == 0
-    assert sorted(steps(tmp_path / "run")) == ["4", "6", "7"]
-
-
-def test_the_best_of_a_failing_step_is_kept(
-    argv: list[str], tmp_path: Path, poison: Callable[[int], None]
-) -> None:
-    """The state is that of the step before, and its validation loss the lowest."""
-    poison(4)
-    options = ["--steps", "8", "--save-every", "0", "--save-minutes", "0"]
-    options += [
-        "--keep",
-        "1",
-        "--keep-best",
-        "--eval-every",
-        "4",
-        "--warmup-steps",
-        "8",
-    ]
-    options += ["--learning-rate", "1e-9", "--adam-learning-rate", "0.3"]
-    assert main([*argv, *options, "--out", str(tmp_path / "run")]) == 0
-    kept, found = steps(tmp_path / "run"), losses(tmp_path / "run", "eval")
-    best = min(found, key=lambda number: found[number])
-    assert best == 4 and sorted(kept) == ["4", "8"]
 
 
 def injure(path: Path, rng: random.Random) -> str:

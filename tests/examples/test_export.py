@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 from examples import export
@@ -219,16 +220,15 @@ def test_parameters_come_back_divided_over_a_mesh(tmp_path: Path) -> None:
 
 
 def test_the_safetensors_library_agrees(tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.numpy")
     config = small("llama")
     _, params = made(config)
     tensors, path = export.to_tensors(config, params), tmp_path / "model.safetensors"
     export.write(path, tensors, "F32")
-    theirs = library.load_file(path)
+    theirs = safetensors.numpy.load_file(path)
     assert theirs.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(theirs[name], tensor)
-    library.save_file({n: x.copy() for n, x in tensors.items()}, path)
+    safetensors.numpy.save_file({n: x.copy() for n, x in tensors.items()}, path)
     jax.tree.map(
         np.testing.assert_array_equal, export.load(path, config, params), params
     )
@@ -237,9 +237,9 @@ def test_the_safetensors_library_agrees(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("short", "tensor lm_head.weight is cut short"),
-        ("bit", "tensor model.layers.0.mlp.up_proj.weight is cut short, damaged"),
-        ("header", "header is damaged"),
+        ("short", "a damaged one .*not fully covered"),
+        ("bit", "tensor model.layers.0.mlp.up_proj.weight is damaged"),
+        ("header", "a damaged one .*header"),
         ("empty", "not a safetensors file"),
         ("gone", "No such file"),
         ("missing", "tensor model.norm.weight is missing"),
@@ -248,8 +248,10 @@ def test_the_safetensors_library_agrees(tmp_path: Path) -> None:
             r"tensor lm_head.weight has the shape \(24, 43\), this .* \(43, 24\)",
         ),
         ("nan", "tensor model.norm.weight is not finite"),
-        ("dtype", "tensor model.norm.weight .*unknown dtype"),
-        ("offsets", "tensor model.norm.weight is cut short"),
+        ("dtype", "a damaged one .*I7"),
+        ("float8", "tensor model.norm.weight: .*float8"),
+        ("whole", "tensor model.norm.weight is of int32, not of F32, BF16, F16"),
+        ("offsets", "a damaged one .*model.norm.weight"),
         ("more", "tensor model.layers.3.mlp.up_proj.weight has no place"),
     ],
 )
@@ -285,9 +287,14 @@ def test_damage_is_one_line_that_names_the_tensor(
         path.write_bytes(b"")
     elif damage == "gone":
         path.unlink()
-    elif damage in ("dtype", "offsets"):
-        entry = header["model.norm.weight"]
-        entry |= {"dtype": "I7"} if damage == "dtype" else {"data_offsets": [8, 3]}
+    elif damage in ("dtype", "float8", "whole", "offsets"):
+        header["model.norm.weight"] |= {
+            "dtype": {"dtype": "I7"},
+            "float8": {"dtype": "F8_E5M2", "shape": [4 * 24]},
+            "whole": {"dtype": "I32"},
+            "offsets": {"data_offsets": [8, 3]},
+        }[damage]
+        del header["__metadata__"]  # of a file that somebody else wrote
         unparse(path, header, bytes(data))
     with pytest.raises(UserError, match=said) as error:
         export.load(path, config, params)

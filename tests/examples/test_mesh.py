@@ -40,9 +40,9 @@ def test_meshes_from_text(text: str, shape: dict[str, int]) -> None:
     ("text", "said"),
     [
         ("model=2", "no axis 'model' .known: data, fsdp, expert, tensor"),
-        ("fsdp", "want fsdp=NUMBER, got 'fsdp'"),
+        ("fsdp", "want fsdp=NUMBER, at least 1 or -1 for the rest, got fsdp"),
         ("fsdp=two", "want fsdp=NUMBER"),
-        ("fsdp=0", "fsdp must be at least 1"),
+        ("fsdp=0", "want fsdp=NUMBER, at least 1 .* got fsdp=0"),
         ("fsdp=2,fsdp=2", "given twice"),
         ("fsdp=-1,data=-1", "only one axis can be -1"),
         ("fsdp=16", "takes 16 devices, here are 8"),

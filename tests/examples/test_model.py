@@ -13,7 +13,8 @@ from flax import nnx
 
 import muon2_optax as m2
 from benchmarks.cost import model_flops
-from examples.config import VOCAB_SIZES, ModelConfig
+from benchmarks.models import VOCAB_SIZES
+from examples.config import ModelConfig
 from examples.models import Decoder, count_parameters, make_model, matrix_rules
 from examples.models import attention as attentions
 from examples.models.attention import rotate, rotation

@@ -91,13 +91,13 @@ def test_a_stopped_preparation_goes_on(
     out = tmp_path / "out"
     write, left = files.write_atomically, stop
 
-    def stops(path: Path, pieces: Any) -> str:
+    def stops(path: Path, content: bytes) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             path.with_name(path.name + ".tmp").write_bytes(b"half of it")
             raise KeyboardInterrupt
-        return write(path, pieces)
+        write(path, content)
 
     for module in (files, shards, tok):
         monkeypatch.setattr(module, "write_atomically", stops)
@@ -169,6 +169,16 @@ def test_errors_are_one_line(run: Run, text: Path, whole: Path, tmp_path: Path) 
         assert code == 2 and expected in said.splitlines()[-1], said
     code, said = run("--data", text, "--out", whole, *SMALL)
     assert code == 2 and "already holds shards" in said
+
+
+def test_one_preparation_at_a_time(run: Run, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with files.locked(out):
+        code, said = run("--data", text, "--out", out, *SMALL)
+        assert code == 2 and "another process is writing there" in said.splitlines()[-1]
+        assert [path.name for path in out.iterdir()] == ["lock"]
+    assert run("--data", text, "--out", out, *SMALL)[0] == 0
+    assert not (out / "lock").exists()
 
 
 @pytest.mark.parametrize(

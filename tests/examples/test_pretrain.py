@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import muon2_optax as m2
-from benchmarks import plot as comparison
-from examples import optim, plot, report, setup
+from benchmarks import plot
+from examples import optim, report, setup
 from examples import train as training
 from examples.checkpoint import load_params
 from examples.config import parse
@@ -95,7 +95,6 @@ def test_records(full_run: Path) -> None:
 
 
 def test_plot(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (full_run / "loss.png").read_bytes().startswith(b"\x89PNG")
     found = plot.curves(full_run / "metrics.jsonl")
     assert list(found) == [*NAMES]
     train, evals = found["muon2"]["train"], found["muon2"]["eval"]
@@ -103,17 +102,19 @@ def test_plot(full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(train) == 30
     seconds = [record["seconds"] for record in train]
     assert seconds == sorted(seconds) and seconds[0] > 0
+    assert plot.main([str(full_run)]) == 0
+    assert (full_run / "loss.png").read_bytes().startswith(b"\x89PNG")
     before = (full_run / "loss.png").stat().st_mtime_ns
     monkeypatch.chdir(tmp_path)
-    assert comparison.main([str(full_run), str(full_run)]) == 0
+    assert plot.main([str(full_run), str(full_run)]) == 0
     assert Path("comparison.png").stat().st_size > 1000
     assert (full_run / "loss.png").stat().st_mtime_ns == before
     target = tmp_path / "all.png"
-    assert comparison.main([str(full_run), "--out", str(target)]) == 0
+    assert plot.main([str(full_run), "--out", str(target)]) == 0
     assert target.stat().st_size > 1000
     assert plot.smoothed([1.0, 3.0, 5.0, 1.0], 2) == [1.0, 2.0, 4.0, 3.0]
     with pytest.raises(UserError, match="metrics.jsonl"):
-        comparison.collect([tmp_path])
+        plot.collect([tmp_path])
 
 
 def test_an_earlier_run_is_never_overwritten(
@@ -157,7 +158,7 @@ def test_bpe_and_bfloat16_and_the_default_folder(
     losses = [r["loss"] for r in of_kind(run, "train")]
     assert losses[-1] < losses[0] - 0.3
     out = capsys.readouterr().out
-    assert str(Path("runs", run.name, "loss.png")) in out
+    assert f"python -m benchmarks.plot {Path('runs', run.name)}\n" in out
     assert "\x1b" not in out  # no colours or cursor movements outside a terminal
     # Tokens are longer than a byte, so bits per byte are fewer than bits per token.
     (result,) = of_kind(run, "result")
@@ -221,7 +222,7 @@ def test_a_ruined_model_takes_the_place_of_no_good_one(
     (kept,) = (tmp_path / "run" / "checkpoints" / "adamw").iterdir()
     assert kept.name == "8"
     err = capsys.readouterr().err
-    assert "the first of them step 5" in err and "go back to checkpoint 8" in err
+    assert "the first of them step 5" in err and "the last checkpoint is 8" in err
     assert err.count("\n") == 1
     params, _, _ = load_params(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
@@ -304,29 +305,6 @@ def test_lines_of_progress(
     assert "val loss" in lines[-1] and len(lines) == 6
 
 
-def test_runs_of_other_tokenizers_are_drawn_in_bits_per_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labels: list[str] = []
-    pyplot = plot.pyplot()
-    monkeypatch.setattr(
-        pyplot.Axes, "set", lambda self, **named: labels.append(named["ylabel"])
-    )
-    record = {"kind": "eval", "optimizer": "muon", "step": 1, "tokens": 8, "seconds": 1}
-    for name, bits in (("bytes", 3.0), ("bpe", 1.5), ("also_bpe", 1.5)):
-        (tmp_path / name).mkdir()
-        line = json.dumps(record | {"loss": 2.0, "bits_per_byte": bits}) + "\n"
-        (tmp_path / name / "metrics.jsonl").write_text(line)
-    for names, unit in (
-        (["bytes", "bpe"], "bits per byte"),
-        (["bpe", "also_bpe"], "nats"),
-    ):
-        labels.clear()
-        folders = [tmp_path / name for name in names]
-        comparison.plot_runs(folders, tmp_path / "a.png")
-        assert labels[0].startswith(unit) and labels[2] == "nats per token"
-
-
 @pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(
     full_run: Path, text_path: Path, tiny: list[str], tmp_path: Path
@@ -375,7 +353,7 @@ def test_the_best_checkpoint_is_kept_and_the_model_looked_at(
     assert out.count("'def ") == 4 and all("def " in r["text"] for r in samples)
     assert [r["step"] for r in samples] == [2, 4, 6, 8]
     # The closing table, too, fits into 80 columns.
-    lines = out.split("plot:")[0].splitlines()
+    lines = out.split("metrics:")[0].splitlines()
     (row,) = [line for line in lines if "coeffs" in line]
     table = lines[lines.index(row) :]
     assert "skipped" in row and row.rstrip().endswith(" s")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from examples import config, optim, pretrain, runs, sample
 from examples.files import (
     RecordFile,
     WriteFailed,
+    locked,
     read_json,
     read_metrics,
     write_atomically,
@@ -36,10 +38,9 @@ def test_a_line_that_a_kill_cut_off_is_removed_before_the_next(tmp_path: Path) -
         assert [r["step"] for r in read_metrics(path)] == [1, 2]
         assert [r["step"] for r in file.rewind(lambda r: r["step"] == 2)] == [2]
         file.write(TRAIN | {"step": 3})
-        file.close()
         assert [r["step"] for r in read_metrics(path)] == [2, 3]
     path.write_text('{"kind"')
-    RecordFile(path).close()
+    RecordFile(path)
     assert path.read_bytes() == b""
 
 
@@ -65,10 +66,20 @@ def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """A file that takes a few bytes more and no others."""
+    """Where an open file is given a few bytes more and no others."""
 
-    def __init__(self, file: Any, room: int):
-        self.file, self.room = file, room
+    def __init__(self, room: int):
+        self.room = room
+
+    def holding(self, file: Any) -> "FullDisk":
+        self.file = file
+        return self
+
+    def __enter__(self) -> "FullDisk":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
 
     def write(self, data: memoryview) -> int:
         if not self.room:
@@ -87,14 +98,15 @@ def test_a_full_disk_leaves_whole_records(
     path = tmp_path / "metrics.jsonl"
     file = RecordFile(path)
     file.write(TRAIN)
-    disk = FullDisk(file._file, room=30)
-    monkeypatch.setattr(file, "_file", disk)
+    disk, opened = FullDisk(room=30), Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda *how, **more: disk.holding(opened(*how, **more))
+    )
     with pytest.raises(WriteFailed, match=r"metrics\.jsonl could not be .*No space"):
         file.write(TRAIN)
+    monkeypatch.undo()
     assert path.read_text() == json.dumps(TRAIN) + "\n"
-    disk.room = 1000
     file.write(TRAIN | {"step": 2})
-    file.close()
     assert [r["step"] for r in read_metrics(path)] == [1, 2]
 
 
@@ -109,7 +121,7 @@ def test_replacing_a_file_fails_in_one_line(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(WriteFailed, match=r"config\.json .*No space"):
-        write_atomically(path, [b"new"])
+        write_atomically(path, b"new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -136,11 +148,45 @@ def test_a_run_goes_on_only_under_the_defaults_that_it_had() -> None:
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     begun = config.parse(["--out", str(tmp_path)])
     with claimed(begun):
-        with pytest.raises(UserError, match="another run is writing there"):
+        with pytest.raises(UserError, match="another process is writing there"):
             with claimed(begun):
                 raise AssertionError("two runs in one folder")
     with claimed(begun) as folder:
         assert folder == tmp_path
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_on_a_file_that_is_removed_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that held it ends between the opening and the locking by the next."""
+    flock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        (tmp_path / "lock").unlink()
+        flock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with pytest.raises(UserError, match="another process is writing there"):
+        with locked(tmp_path):
+            raise AssertionError("two runs in one folder")
+
+
+def test_what_is_refused_leaves_no_lock(
+    tmp_path: Path, tiny: list[str], text_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither in the folder of another run, nor where options do not fit the data."""
+    argv = [*tiny, "--data", str(text_path), "--out", str(tmp_path)]
+    assert pretrain.main([*argv, "--loss-chunks", "5"]) == 2
+    assert "--loss-chunks 5 does not divide" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "checkpoints").mkdir()
+    assert pretrain.main(argv) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    (tmp_path / "lock").touch()  # as a kill leaves it
+    assert pretrain.main(argv) == 2
+    assert (tmp_path / "lock").exists()
 
 
 @pytest.mark.parametrize("damage", ["digit", "cut", "empty", "[]", "null", "[" * 9_999])

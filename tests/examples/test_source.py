@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from examples import plot, report, runs, sample
+from examples import report, runs, sample
 from examples.data import tokens as tok
 from examples.files import RecordFile
-from examples.options import UserError
 from examples.pretrain import main
 
 
@@ -78,12 +77,17 @@ def test_a_run_begins_with_weights_that_mean_the_same_to_it(
     assert "tokenizer.json: altered or damaged" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["curves.tga", "curves", "."])
-def test_a_figure_needs_the_name_of_one(name: str, tmp_path: Path) -> None:
-    figure = plot.pyplot().figure()
-    with pytest.raises(UserError, match="does not end as that of a figure"):
-        plot.save(figure, tmp_path / name)
-    assert not list(tmp_path.iterdir()) and not tmp_path.with_suffix(".png").exists()
+def test_the_state_of_an_optimizer_is_of_one_dtype(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, out = str(tmp_path / "old"), str(tmp_path / "out")
+    assert main([*argv, "--mu-dtype", "bfloat16", "--out", old]) == 0
+    argv = [*argv, "--init-from", old, "--out", out]
+    capsys.readouterr()
+    err = fails([*argv, "--init-optimizer"], capsys)
+    assert "--init-optimizer" in err
+    assert "--mu-dtype is bfloat16 there, float32 here" in err
+    assert main([*argv, "--init-optimizer", "--mu-dtype", "bfloat16"]) == 0
 
 
 def test_a_kernel_for_gpus_is_refused_elsewhere(
