@@ -88,9 +88,13 @@ def write_programs(
     out: pathlib.Path, devices: int, optimizers: Sequence[str], models: Sequence[str]
 ) -> None:
     """Lowers all programs for this many devices, which this process must have."""
-    from muon2_optax.kernels import hopper
+    import jax
 
-    hopper.available = lambda: True  # as on a machine with Hopper GPUs
+    from muon2_optax.kernels import hopper, symmetric
+
+    # As on a machine with Hopper GPUs. Older versions of JAX cannot trace the kernels.
+    new_enough = jax.__version_info__ >= symmetric.OLDEST_JAX
+    hopper.available = lambda: new_enough
     out.mkdir(parents=True, exist_ok=True)
     for count, axes in MESHES:
         if count != devices:
