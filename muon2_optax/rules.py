@@ -16,7 +16,7 @@ import optax
 from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
 from muon2_optax.options import require_field, require_flags
-from muon2_optax.routing import doubts, report
+from muon2_optax.routing import report, unsettled
 from muon2_optax.routing.binding import rules_of_tree
 from muon2_optax.routing.dimension_numbers import patterns_from
 from muon2_optax.routing.leaves import ADAM as ADAM
@@ -185,7 +185,7 @@ class MatrixRules:
         """
         verdict = self._router.decide(path, tuple(shape))
         if self.strict:
-            report.require_rules([verdict])
+            unsettled.require_rules([verdict])
         return verdict.axes
 
     def labels(self, params: optax.Params) -> Any:
@@ -209,8 +209,8 @@ class MatrixRules:
 
         labels = trees.map_named(label, params)
         if self.strict:
-            report.require_rules(verdicts)
-        report.warn_of(verdicts)
+            unsettled.require_rules(verdicts)
+        unsettled.warn_of(verdicts)
         return labels
 
     def check(self, params: optax.Params) -> None:
@@ -222,16 +222,7 @@ class MatrixRules:
             each with the rules that settle it.
         """
         self._require_matches(params)
-        verdicts = self._verdicts(params)
-        cases = [v.case for v in verdicts if v.doubtful]
-        if cases:
-            are = "is doubtful; a rule settles it"
-            if len(cases) > 1:
-                are = "are doubtful; a rule settles each"
-            raise ValueError(
-                f"{trees.count(cases)} {are}:\n"
-                + doubts.text_of(cases, [v.path for v in verdicts], most=len(cases))
-            )
+        unsettled.require_certainty(self._verdicts(params))
 
     def describe(
         self, params: optax.Params, shape_scale: ShapeScale = "spectral"

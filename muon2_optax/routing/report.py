@@ -1,32 +1,20 @@
 """What ``MatrixRules.describe`` prints: where each leaf goes, and why."""
 
 import collections
-import functools
-import inspect
 import math
 import re
-import types
-import warnings
 from collections.abc import Sequence
 
-from muon2_optax.routing.doubts import names_of, text_of
+from muon2_optax.routing.doubts import text_of
 from muon2_optax.routing.leaves import Verdict
 from muon2_optax.routing.names import pattern_of
 from muon2_optax.shape_scales import ShapeScale, shape_factors
-from muon2_optax.trees import count, quote
+from muon2_optax.trees import count
 
 Row = tuple[str, ...]
 WIDTH = 100
 # Trees of more leaves than this are shown by pattern: "layers/*/kernel x 48".
 FEW_LEAVES = 100
-# A warning points at the line of the user's program that led to it. To find that line,
-# the stack frames of these packages are skipped.
-LIBRARIES = ("muon2_optax", "optax", "jax", "flax", "equinox", "contextlib")
-SETTLED = "MatrixRules.of(model) asks the model's modules, or a rule settles each"
-NO_MATRIX = (
-    "NO LEAF IS A MATRIX: AdamW trains every parameter, and the optimizer that you"
-    " chose trains none.\n"
-)
 HEADER = (
     "path",
     "shape",
@@ -37,78 +25,6 @@ HEADER = (
     "parameters",
     "because of",
 )
-
-
-def warn_of(verdicts: Sequence[Verdict]) -> None:
-    """Warns of leaves that no rule covers, and of doubtful ones."""
-    paths = [v.path for v in verdicts]
-    nothing = "" if any(v.axes for v in verdicts) else NO_MATRIX
-    uncovered = [v for v in verdicts if v.uncovered]
-    if uncovered:
-        names = names_of([(v.path, v.shape) for v in uncovered])
-        _warn(
-            f"{nothing}no matrix rule for these leaves of rank 3 or more, so AdamW"
-            f" trains them: {names}. {SETTLED} (None keeps AdamW and silences this;"
-            " strict=True raises instead):\n"
-            + text_of([v.case for v in uncovered], paths)
-        )
-        nothing = ""
-    cases = [v.case for v in verdicts if v.doubt]
-    if cases:
-        settles = "settles it" if len(cases) == 1 else "settles each"
-        _warn(
-            f"{nothing}{count(cases)} may be with the wrong optimizer; a rule"
-            f" {settles}:\n{text_of(cases, paths)}"
-        )
-
-
-def _warn(text: str) -> None:
-    """Warns at the line of the user's program that has led here."""
-    warnings.warn_explicit(
-        text,
-        UserWarning,
-        *_first_place(text),
-        # Filters and Python's memory of what it has shown belong to this module.
-        module=__name__,
-        registry=globals().setdefault("__warningregistry__", {}),
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _first_place(text: str) -> tuple[str, int]:
-    """File and line of the user's call from which a text came first.
-
-    Later it comes from other lines, of ``update`` after ``init``. Python shows a text
-    once for each line, so all of them give the first one's.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_back is not None and _is_inside(frame):
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else (__file__, 1)
-
-
-def _is_inside(frame: types.FrameType) -> bool:
-    """Whether a library runs here, and not the user's program."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES
-
-
-def require_rules(verdicts: Sequence[Verdict]) -> None:
-    """Refuses leaves that no rule covers, for ``strict=True``.
-
-    Raises:
-      ValueError: it lists all of them, each with the rules that settle it.
-    """
-    uncovered = [v for v in verdicts if v.uncovered]
-    if not uncovered:
-        return
-    first, others = uncovered[0], len(uncovered) - 1
-    have = "has 1 other leaf" if others == 1 else f"have {others} other leaves"
-    more = f", nor {have} of rank 3 or more" if others else ""
-    cases = [v.case for v in uncovered]
-    raise ValueError(
-        f"{quote(first.path)} of shape {first.shape} has no matrix rule{more}."
-        f" {SETTLED}:\n" + text_of(cases, [v.path for v in verdicts], len(cases))
-    )
 
 
 def report(
