@@ -16,7 +16,8 @@ Axis = int | Sequence[int]
 
 
 def _tuple(axis: Any) -> tuple[int, ...]:
-    many = axis if isinstance(axis, (tuple, list)) else (axis,)
+    several = isinstance(axis, Sequence) and not isinstance(axis, str | bytes)
+    many: Any = axis if several else (axis,)
     if any(isinstance(a, bool) for a in many):  # operator.index takes these
         raise TypeError("a bool is no integer")
     return tuple(operator.index(a) for a in many)

@@ -71,6 +71,8 @@ OTHER_TYPES = {
     "leaves of MatrixRules": (m2.MatrixRules, {"leaves": 3}),
     "patterns": (m2.MatrixRules, {"patterns": 3}),
     "patterns of MatrixRules": (m2.MatrixRules, {"patterns": {"w": None}}),
+    "patterns of": (m2.MatrixRules, {"patterns": np.ones(0)}),
+    "patterns of Matrix": (m2.MatrixRules, {"patterns": np.array(1)}),
     "in_axis": (m2.MatrixAxes, {"in_axis": "0", "out_axis": 1}),
     "in_axis of MatrixAxes": (m2.MatrixAxes, {"in_axis": None, "out_axis": 1}),
     "out_axis": (m2.MatrixAxes, {"in_axis": 0, "out_axis": 1.0}),
@@ -94,7 +96,10 @@ def test_a_field_is_of_its_own_type(start):
     assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
-@pytest.mark.parametrize("triples", (None, 3.0, m2.AOL(), "keller", {"a": 1}))
+NO_TABLES = (None, 3.0, np.array(1.0), m2.AOL(), "keller", {"a": 1})
+
+
+@pytest.mark.parametrize("triples", NO_TABLES, ids=repr)
 def test_triples_are_a_table(triples):
     with pytest.raises((TypeError, ValueError), match="^a schedule is a table"):
         m2.Schedule(triples)
@@ -109,6 +114,7 @@ def test_coefficients_are_numbers(value):
 def test_fields_of_their_own_types_pass():
     axes = m2.MatrixAxes(np.int32(0), [np.int64(1)], (2, jnp.int32(2)))
     assert axes == m2.MatrixAxes(0, 1, (2, 2))
+    assert m2.MatrixAxes(range(2), 2).in_axis == (0, 1)
     assert m2.MatrixRules([["w", axes]], np.True_, leaves=()).strict
     assert m2.Shardings(MESH, (("w", PartitionSpec("x")),)).mesh is MESH
     assert m2.Schedule(np.ones((2, 3))).triples == ((1.0,) * 3,) * 2

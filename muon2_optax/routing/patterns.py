@@ -81,7 +81,8 @@ def check_patterns(patterns: Sequence[Any]) -> tuple[Pattern, ...]:
       TypeError: what is no pair of a str and ``MatrixAxes`` or None.
       ValueError: what is no regular expression.
     """
-    if not isinstance(patterns, Iterable) or isinstance(patterns, str | Mapping):
+    many = isinstance(patterns, Iterable) and not hasattr(patterns, "dtype")
+    if not many or isinstance(patterns, str | Mapping):
         raise TypeError(
             "patterns of MatrixRules must be a sequence of (pattern, MatrixAxes) pairs,"
             f" got {trees.show(patterns)}"

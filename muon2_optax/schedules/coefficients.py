@@ -109,7 +109,7 @@ class Schedule:
 
 def _check_triples(triples: Any) -> tuple[Any, ...]:
     """Triples as floats, all finite."""
-    if not isinstance(triples, Iterable):
+    if not isinstance(triples, Iterable) or not getattr(triples, "ndim", 1):
         raise TypeError(f"a schedule is a table of triples, got {trees.show(triples)}")
     triples = tuple(triples)
     if not all(isinstance(row, tuple | list) or np.ndim(row) for row in triples):
