@@ -34,10 +34,9 @@ def locked(folder: Path) -> Generator[None]:
     The system lets go of the lock when a process is killed. Some network file systems
     know no locks: there the work goes on without one.
     """
-    path, busy = folder / "lock", False
+    path, busy, held = folder / "lock", False, True
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
         lock = path.open("ab")
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}") from None
@@ -48,13 +47,13 @@ def locked(folder: Path) -> Generator[None]:
         except BlockingIOError:
             busy = True
         except OSError:
-            pass
+            held = False
         said = "another process is writing there; wait until it ends, or choose another"
         check(not busy, f"--out {folder}: {said}")
         try:
             yield
         finally:
-            if new:
+            if held:  # also where a process that was killed has made it
                 path.unlink(missing_ok=True)
 
 

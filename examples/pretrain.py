@@ -57,7 +57,7 @@ def _pretrain(argv: Sequence[str] | None) -> None:
         report = stack.enter_context(Report(config, folder))
         received = stack.enter_context(train.signals())
         stack.enter_context(jax.set_mesh(made.mesh))
-        made.describe(report, changes)
+        made.describe(report, folder, changes)
         for plan in plans:
             if plan.name not in done:
                 training = train.Training(made, plan, report, folder, received)

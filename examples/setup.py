@@ -153,7 +153,7 @@ class Setup:
         routing = matrix_rules(config.model).describe(self.params) + "\n"
         write_atomically(folder / "parameters.txt", routing.encode())
 
-    def describe(self, report: Report, changes: Sequence[str]) -> None:
+    def describe(self, report: Report, folder: Path, changes: Sequence[str]) -> None:
         """Say and record what is about to be trained on what.
 
         `changes`: what is not as it was when the run was begun.
@@ -168,6 +168,7 @@ class Setup:
             return ", ".join(f"{number:,} {name}" for name, number in parts.items())
 
         report.say(
+            f"folder: {folder}",
             f"text: {text['source']}; hash {text['digest']}; {data.tokenizer.name}",
             *(f"  {split} {listed(text[split])}" for split in ("train", "val")),
             *(f"  {note}" for note in text["notes"]),

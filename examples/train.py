@@ -165,9 +165,10 @@ class Training:
                 if asked and number < run.steps:
                     self._store.wait()
                     saved = (self._store.steps() or [0])[-1]
-                    said = f"saved at step {saved} of {self._name}; --resume goes on"
+                    said = f"saved at step {saved} of {self._name}; go on from there"
+                    said += f" with --out {self._folder} --resume"
                     signal_name = signal.Signals(asked).name
-                    raise Interrupted(asked, f"{signal_name}: {said} from there")
+                    raise Interrupted(asked, f"{signal_name}: {said}")
 
     def _read(self, keep: int) -> None:
         """Report finished steps, but let the last `keep` run on."""

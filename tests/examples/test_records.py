@@ -156,6 +156,13 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_a_killed_process_left_behind_goes(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    with locked(tmp_path):
+        assert (tmp_path / "lock").exists()
+    assert not (tmp_path / "lock").exists()
+
+
 def test_a_lock_on_a_file_that_is_removed_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,9 +191,6 @@ def test_what_is_refused_leaves_no_lock(
     assert pretrain.main(argv) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    (tmp_path / "lock").touch()  # as a kill leaves it
-    assert pretrain.main(argv) == 2
-    assert (tmp_path / "lock").exists()
 
 
 @pytest.mark.parametrize("damage", ["digit", "cut", "empty", "[]", "null", "[" * 9_999])
