@@ -144,7 +144,11 @@ def from_tensors(config: ModelConfig, tensors: dict[str, np.ndarray], like: Any)
 
 def write(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
     """Write a file of tensors in F32, BF16 or F16, with a checksum for each."""
-    made = {n: np.ascontiguousarray(x, _DTYPES[dtype]) for n, x in tensors.items()}
+    with np.errstate(over="ignore"):  # refused below, by name
+        made = {n: np.ascontiguousarray(x, _DTYPES[dtype]) for n, x in tensors.items()}
+    for name, tensor in made.items():
+        lost = np.isfinite(tensors[name]) & ~np.isfinite(tensor)
+        check(not lost.any(), f"tensor {name} does not fit in {dtype}")
     sums = {f"crc32 {name}": _checksum(tensor) for name, tensor in made.items()}
     write_atomically(path, safetensors.numpy.save(made, {"format": "pt", **sums}))
 

@@ -53,7 +53,10 @@ def locked(folder: Path) -> Generator[None]:
         try:
             yield
         finally:
-            if held:  # also where a process that was killed has made it
+            # It goes also where a process that was killed has made it, but not where
+            # the folder was made anew meanwhile: then it is another's.
+            mine = os.fstat(lock.fileno())
+            if held and path.exists() and os.path.samestat(path.stat(), mine):
                 path.unlink(missing_ok=True)
 
 
@@ -142,15 +145,18 @@ class RecordFile:
 
     def write(self, record: Record) -> None:
         """Append one record; if that fails, the file is as it was before."""
-        before = self._path.stat().st_size
         rest = memoryview((json.dumps(record) + "\n").encode())
         try:
             with self._path.open("ab", buffering=0) as file:
-                while rest:  # a disk that is nearly full takes a part
-                    rest = rest[file.write(rest) :]
+                before = os.fstat(file.fileno()).st_size
+                try:
+                    while rest:  # a disk that is nearly full takes a part
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        file.truncate(before)
+                    raise
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(self._path, before)
             raise WriteFailed(self._path, error) from None
 
     def rewind(self, keep: Callable[[Record], bool]) -> list[Record]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,12 +86,22 @@ def read_options(argv: Sequence[str] | None) -> Config:
     return config
 
 
+def _new_folder() -> Path:
+    """The first of runs/1, runs/2 and so on that nobody has made."""
+    number = 1
+    while True:
+        folder = Path("runs", str(number))
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
 @contextlib.contextmanager
 def claimed(config: Config) -> Generator[Path]:
     """The output folder, in which no other run begins or writes meanwhile."""
-    new = (Path("runs", str(number)) for number in itertools.count(1))
-    free = (folder for folder in new if not folder.exists())
-    folder = next(free) if config.run.out is None else Path(config.run.out)
+    folder = _new_folder() if config.run.out is None else Path(config.run.out)
     with locked(folder):
         taken = config.save.resume == "no" and holds_run(folder)
         said = "already holds a run; choose another, or --resume it"

@@ -69,12 +69,13 @@ class MatrixRules:
 
     def __post_init__(self) -> None:
         require_flags(self, "strict", "by_name", "allow_unused")
-        require_field(self, "leaves", tuple, "a tuple of LeafRule")
+        require_field(self, "leaves", tuple | list, "a tuple of LeafRule")
         if not all(isinstance(leaf, LeafRule) for leaf in self.leaves):
             raise TypeError(
                 "leaves of MatrixRules must be a tuple of LeafRule, got"
                 f" {trees.show(self.leaves)}"
             )
+        object.__setattr__(self, "leaves", tuple(self.leaves))
         object.__setattr__(self, "patterns", check_patterns(self.patterns))
 
     @classmethod

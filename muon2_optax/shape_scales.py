@@ -42,11 +42,12 @@ class MatchRMS:
                 "rms of MatchRMS must be known while tracing; multiply the learning"
                 " rate by what varies"
             )
-        if not is_real_number(self.rms) or not 0 < self.rms < math.inf:
+        rms = float(self.rms) if is_real_number(self.rms) else math.nan
+        if not 0 < rms < math.inf:
             raise ValueError(
                 f"rms must be a positive number, got {trees.show(self.rms)}"
             )
-        object.__setattr__(self, "rms", float(self.rms))
+        object.__setattr__(self, "rms", rms)
 
 
 ShapeScaleName = Literal["spectral", "keller", "match_rms", "none"]

@@ -41,11 +41,13 @@ class Shardings:
 
     def __post_init__(self) -> None:
         require_field(self, "mesh", Mesh | AbstractMesh, "a mesh")
-        if not isinstance(self.specs, tuple) or not all(map(_is_path_spec, self.specs)):
+        many = isinstance(self.specs, tuple | list)
+        if not many or not all(map(_is_path_spec, self.specs)):
             raise TypeError(
                 "specs of Shardings must be a tuple of (path, PartitionSpec) pairs, got"
                 f" {trees.show(self.specs)}; Shardings.of(params) makes them"
             )
+        object.__setattr__(self, "specs", tuple(map(tuple, self.specs)))
 
     @classmethod
     def of(cls, params: Any) -> "Shardings":
@@ -123,7 +125,7 @@ class Shardings:
 def _is_path_spec(pair: Any) -> bool:
     """Whether this is a path with its PartitionSpec."""
     return (
-        isinstance(pair, tuple)
+        isinstance(pair, tuple | list)
         and len(pair) == 2
         and isinstance(pair[0], str)
         and isinstance(pair[1], PartitionSpec)

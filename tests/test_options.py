@@ -53,6 +53,21 @@ def test_numbers_of_all_libraries_are_numbers(kind, field, value):
     assert getattr(kind(**{field: value}), field) == value
 
 
+@pytest.mark.parametrize("kind, field", NUMBERS)
+def test_a_known_number_stays_known_inside_of_jit(kind, field):
+    known, negative, kept = jnp.float32(0.5), jnp.float32(-0.5), []
+    jax.jit(lambda x: kept.append(kind(**{field: known})) or x)(1.0)
+    assert float(getattr(kept[0], field)) == 0.5
+    with pytest.raises(ValueError, match="must be"):
+        jax.jit(lambda x: kind(**{field: negative}) and x)(1.0)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float8_e4m3fn"])
+def test_numbers_of_few_bits_are_numbers(dtype):
+    one = jnp.ones((), dtype)
+    assert float(m2.AOL(one).eps) == m2.MatchRMS(one).rms == 1
+
+
 def test_a_normalization_takes_traced_numbers_and_bfloat16():
     kept = []
     jax.jit(lambda eps: kept.append(m2.AOL(eps)))(1e-7)
@@ -73,6 +88,7 @@ OTHER_TYPES = {
     "patterns of MatrixRules": (m2.MatrixRules, {"patterns": {"w": None}}),
     "patterns of": (m2.MatrixRules, {"patterns": np.ones(0)}),
     "patterns of Matrix": (m2.MatrixRules, {"patterns": np.array(1)}),
+    "patterns of M": (m2.MatrixRules, {"patterns": b""}),
     "in_axis": (m2.MatrixAxes, {"in_axis": "0", "out_axis": 1}),
     "in_axis of MatrixAxes": (m2.MatrixAxes, {"in_axis": None, "out_axis": 1}),
     "out_axis": (m2.MatrixAxes, {"in_axis": 0, "out_axis": 1.0}),
@@ -105,7 +121,9 @@ def test_triples_are_a_table(triples):
         m2.Schedule(triples)
 
 
-@pytest.mark.parametrize("value", (None, "1.0", 1j, np.ones(1), {}), ids=repr)
+@pytest.mark.parametrize(
+    "value", (None, "1.0", 1j, True, np.True_, np.ones(1), {}), ids=repr
+)
 def test_coefficients_are_numbers(value):
     with pytest.raises(TypeError, match="^coefficients must be numbers, got"):
         m2.Schedule(((1.0, 0.0, value),))
@@ -116,5 +134,7 @@ def test_fields_of_their_own_types_pass():
     assert axes == m2.MatrixAxes(0, 1, (2, 2))
     assert m2.MatrixAxes(range(2), 2).in_axis == (0, 1)
     assert m2.MatrixRules([["w", axes]], np.True_, leaves=()).strict
-    assert m2.Shardings(MESH, (("w", PartitionSpec("x")),)).mesh is MESH
+    specs = (("w", PartitionSpec("x")),)
+    assert m2.Shardings(MESH, [["w", PartitionSpec("x")]]).specs == specs
+    assert m2.MatrixRules(leaves=[]) == m2.MatrixRules(leaves=())
     assert m2.Schedule(np.ones((2, 3))).triples == ((1.0,) * 3,) * 2

@@ -82,7 +82,7 @@ def check_patterns(patterns: Sequence[Any]) -> tuple[Pattern, ...]:
       ValueError: what is no regular expression.
     """
     many = isinstance(patterns, Iterable) and not hasattr(patterns, "dtype")
-    if not many or isinstance(patterns, str | Mapping):
+    if not many or isinstance(patterns, str | bytes | Mapping):
         raise TypeError(
             "patterns of MatrixRules must be a sequence of (pattern, MatrixAxes) pairs,"
             f" got {trees.show(patterns)}"

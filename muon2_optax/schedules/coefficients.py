@@ -117,8 +117,10 @@ def _check_triples(triples: Any) -> tuple[Any, ...]:
             "a schedule is a table, a single triple is ((a, b, c),), got"
             f" {trees.show(triples)}"
         )
-    if not all(
-        isinstance(v, Real) or is_real_number(v) for row in triples for v in row
+    values = [v for row in triples for v in row]
+    if any(
+        isinstance(v, bool) or not isinstance(v, Real) and not is_real_number(v)
+        for v in values
     ):
         raise TypeError(f"coefficients must be numbers, got {trees.show(triples)}")
     rows = tuple(tuple(float(v) for v in row) for row in triples)

@@ -177,6 +177,13 @@ def test_16_bits_are_the_nearest_numbers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(wpe, nearest["position_table"])
 
 
+def test_numbers_beyond_the_range_of_a_dtype_are_refused(tmp_path: Path) -> None:
+    path, huge = tmp_path / "model.safetensors", np.float32([[1e30, 1.0]])
+    with pytest.raises(UserError, match="tensor w does not fit in F16"):
+        export.write(path, {"w": huge}, "F16")
+    assert not path.exists()
+
+
 def test_the_public_gpt2_has_shorter_names_and_masks(tmp_path: Path) -> None:
     config = small("gpt")
     _, params = made(config)

@@ -1,10 +1,12 @@
 """A run's folder and its records: cut, damaged, locked, or on a full disk."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,34 @@ def test_a_lock_that_a_killed_process_left_behind_goes(tmp_path: Path) -> None:
     with locked(tmp_path):
         assert (tmp_path / "lock").exists()
     assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_in_a_folder_that_was_made_anew_is_another_s(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with contextlib.ExitStack() as other:
+        with locked(folder):
+            shutil.rmtree(folder)
+            other.enter_context(locked(folder))
+        with pytest.raises(UserError, match="another process is writing there"):
+            with locked(folder):
+                raise AssertionError("two runs in one folder")
+
+
+def test_records_of_a_folder_that_is_gone_fail_to_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = RecordFile(folder / "metrics.jsonl")
+    shutil.rmtree(folder)
+    with pytest.raises(WriteFailed, match="could not be written"):
+        file.write({"kind": "train"})
+
+
+def test_runs_without_a_name_take_different_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with claimed(config.Config()) as first, claimed(config.Config()) as second:
+        assert (first, second) == (Path("runs/1"), Path("runs/2"))
 
 
 def test_a_lock_on_a_file_that_is_removed_keeps_nobody_out(
