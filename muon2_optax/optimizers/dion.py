@@ -85,9 +85,12 @@ def scale_by_low_rank_orthonormal(
     def matrix_axes(name: str, leaf: Any) -> ResolvedAxes:
         return require_whole_matrix(rules, name, leaf, "low-rank updates")
 
-    def factor_shape(axes: ResolvedAxes) -> tuple[int, ...]:
-        side = min(axes.fan_in, axes.splits[0])
-        return *axes.batch_shape, side, min(side, math.ceil(rank_fraction * side))
+    def factor_shape(axes: ResolvedAxes, q: Any = None) -> tuple[int, ...]:
+        sides = axes.fan_in, axes.splits[0]
+        rank = min(*sides, math.ceil(rank_fraction * min(sides)))
+        # A Q from elsewhere may be that of the longer side.
+        given = q is not None and q.ndim > 1 and q.shape[-2] in sides
+        return *axes.batch_shape, q.shape[-2] if given else min(sides), rank
 
     def init_fn(params: optax.Params) -> LowRankState:
         def leaf(name: str, p: Any) -> tuple[jax.Array, list[int | None]]:
@@ -115,7 +118,7 @@ def scale_by_low_rank_orthonormal(
             states.require_statistic(
                 name,
                 q,
-                factor_shape(a),
+                factor_shape(a, q),
                 "right factor",
                 "another rank_fraction, other rules",
             )
