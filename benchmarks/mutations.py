@@ -96,8 +96,8 @@ def choose_tests(commit: str) -> Callable[[Row, float], list[str]]:
             {c.rpartition("|")[0] for n in lines for c in by_line.get(n, [])} - {""}
             for lines in ([row["line"]], by_line)
         ]
-        # The lines of tables run when a module is imported, in no test. Then the tests
-        # that run any line of the module are chosen.
+        # No test runs the lines of a table: they run when the module is imported. For
+        # such lines, all tests that run any line of the module are chosen.
         names = sorted(ran[0] or ran[1] or seconds, key=lambda n: seconds.get(n, 1.0))
         words = re.findall("[a-z0-9]{3,}", row["module"].partition("/")[2][:-3])
         turns, ranked = defaultdict(int), []

@@ -247,8 +247,8 @@ def load_params(
     names = [plan.name for plan in optim.plans(config.optim, config.run.steps)]
     if optimizer is None and len(names) == 1:
         (optimizer,) = names
-    said = "name one of its optimizers with --optimizer"
-    said = said if optimizer is None else f"no {optimizer}"
+    ask = "name one of its optimizers with --optimizer"
+    said = ask if optimizer is None else f"no {optimizer}"
     check(optimizer in names, f"{folder}: {said} (it has {', '.join(names)})")
     place = (folder / runs.CHECKPOINT_FOLDER / str(optimizer)).resolve()
     check(place.is_dir(), f"{place}: no such folder; the run has no checkpoint yet")

@@ -43,7 +43,9 @@ def locked(folder: Path) -> Generator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            busy = os.fstat(lock.fileno()).st_nlink == 0  # removed by who held it
+            busy = (
+                os.fstat(lock.fileno()).st_nlink == 0
+            )  # the process that held it has removed it
         except BlockingIOError:
             busy = True
         except OSError:
@@ -53,8 +55,9 @@ def locked(folder: Path) -> Generator[None]:
         try:
             yield
         finally:
-            # It goes also where a process that was killed has made it, but not where
-            # the folder was made anew meanwhile: then it is another's.
+            # The file is removed even if a process that was killed had made it. It is
+            # kept if the folder has been removed and made anew, since then the file
+            # under this name is the lock of another process.
             mine = os.fstat(lock.fileno())
             if held and path.exists() and os.path.samestat(path.stat(), mine):
                 path.unlink(missing_ok=True)
@@ -138,7 +141,8 @@ class RecordFile:
         self._path = path
         try:
             with path.open("ab") as file:
-                # A last line that a kill cut off goes: the next would be joined to it.
+                # If a kill cut off the last line, that line is removed. Otherwise the
+                # next record would be appended to it.
                 file.truncate(path.read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise WriteFailed(path, error) from None

@@ -1,5 +1,6 @@
 """Checks of fields, for the frozen classes that hold a user's options."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,12 +22,21 @@ def require_field(options: Any, field: str, kinds: Any, wanted: str) -> None:
     Raises:
       TypeError: it names the class, the field and the value.
     """
+    if not isinstance(getattr(options, field), kinds):
+        raise _error(options, field, wanted)
+
+
+def require_items(
+    options: Any, field: str, is_item: Callable[[Any], bool], wanted: str
+) -> None:
+    """Refuses a field that is no tuple or list, or holds what is no item of it.
+
+    Raises:
+      TypeError: as ``require_field``.
+    """
     value = getattr(options, field)
-    if not isinstance(value, kinds):
-        raise TypeError(
-            f"{field} of {type(options).__name__} must be {wanted}, got"
-            f" {trees.show(value)}"
-        )
+    if not isinstance(value, tuple | list) or not all(map(is_item, value)):
+        raise _error(options, field, wanted)
 
 
 def require_flags(options: Any, *fields: str) -> None:
@@ -37,6 +47,13 @@ def require_flags(options: Any, *fields: str) -> None:
     """
     for field in fields:
         require_field(options, field, bool | np.bool_, "True or False")
+
+
+def _error(options: Any, field: str, wanted: str) -> TypeError:
+    shown = trees.show(getattr(options, field))
+    return TypeError(
+        f"{field} of {type(options).__name__} must be {wanted}, got {shown}"
+    )
 
 
 def is_real_number(value: Any) -> bool:

@@ -15,7 +15,7 @@ import optax
 
 from muon2_optax import trees
 from muon2_optax.axes import MatrixAxes, ResolvedAxes
-from muon2_optax.options import require_field, require_flags
+from muon2_optax.options import require_flags, require_items
 from muon2_optax.routing import report, unsettled
 from muon2_optax.routing.binding import rules_of_tree
 from muon2_optax.routing.dimension_numbers import patterns_from
@@ -69,12 +69,12 @@ class MatrixRules:
 
     def __post_init__(self) -> None:
         require_flags(self, "strict", "by_name", "allow_unused")
-        require_field(self, "leaves", tuple | list, "a tuple of LeafRule")
-        if not all(isinstance(leaf, LeafRule) for leaf in self.leaves):
-            raise TypeError(
-                "leaves of MatrixRules must be a tuple of LeafRule, got"
-                f" {trees.show(self.leaves)}"
-            )
+        require_items(
+            self,
+            "leaves",
+            lambda leaf: isinstance(leaf, LeafRule),
+            "a tuple of LeafRule",
+        )
         object.__setattr__(self, "leaves", tuple(self.leaves))
         object.__setattr__(self, "patterns", check_patterns(self.patterns))
 

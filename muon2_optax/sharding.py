@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from muon2_optax import trees
-from muon2_optax.options import require_field
+from muon2_optax.options import require_field, require_items
 
 Axes = tuple[str, ...]
 
@@ -41,12 +41,10 @@ class Shardings:
 
     def __post_init__(self) -> None:
         require_field(self, "mesh", Mesh | AbstractMesh, "a mesh")
-        many = isinstance(self.specs, tuple | list)
-        if not many or not all(map(_is_path_spec, self.specs)):
-            raise TypeError(
-                "specs of Shardings must be a tuple of (path, PartitionSpec) pairs, got"
-                f" {trees.show(self.specs)}; Shardings.of(params) makes them"
-            )
+        wanted = (
+            "what Shardings.of(params) makes, a tuple of (path, PartitionSpec) pairs"
+        )
+        require_items(self, "specs", _is_path_spec, wanted)
         object.__setattr__(self, "specs", tuple(map(tuple, self.specs)))
 
     @classmethod

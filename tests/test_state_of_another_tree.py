@@ -108,8 +108,8 @@ def test_updates_of_other_shapes(name, leaf, shape, given):
     if not given and accepts(name, "radius"):
         pytest.skip("the hyperball moves the parameters from where they are")
     params = sample(2, OLD)
-    # By its rank a leaf of another shape could go to another optimizer. These rules
-    # send all leaves where they went before, so that only the shape is wrong.
+    # Without rules, the rank of a leaf decides which optimizer it goes to. These rules
+    # send every leaf to the same optimizer as before, so that only its shape is wrong.
     rules = m2.MatrixRules((("up|down", m2.MatrixAxes(-2, -1)), ("gain", None)))
     tx = m2.REGISTRY[name](0.1, rules=rules)
     wrong = params | {leaf: jnp.ones(shape)}

@@ -15,7 +15,7 @@ from benchmarks.evidence.claims import (
 )
 from benchmarks.evidence.plan import BASE, FIVE, OURS
 
-# Claims that the page's summary quotes.
+# The summary of the results page finds these claims by their text.
 GPT_SIGN = "The same sign at GPT-124M"
 GPT_FIVE = "The same sign at GPT-124M, both with K=5"
 GPT_LONG = "GPT-124M with all 700 steps: Muon²-F with K=5 beats Muon with K=5"

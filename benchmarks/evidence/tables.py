@@ -1,6 +1,7 @@
 """The tables of the results page, as Markdown."""
 
 import collections
+import dataclasses
 import json
 import math
 import pathlib
@@ -95,25 +96,26 @@ def grid_table(results: Results) -> str:
 
 def arm_table(results: Results, size: str, steps: int) -> str:
     """Perplexities of the first seed, an arm a row; the best of a column bold."""
-    found = {
-        (c.arm, (c.control, c.decay, c.rate)): (row["loss"] or math.inf, row, c)
-        for c, row in results.items()
-        if (c.size, c.steps, c.seed) == (size, steps, FIRST_SEED)
-    }
-    places = sorted({place for _, place in found})
-    least = {p: min(found[key][0] for key in found if key[1] == p) for p in places}
-    names = {
-        place: f"{c.treatment}, {c.rate:g}" for (_, place), (*_, c) in found.items()
-    }
-    rows = []
-    for arm in dict.fromkeys(arm for arm, _ in sorted(found)):
-        texts = []
-        for place in places:
-            loss, row, _ = found.get((arm, place), (math.nan, None, None))
-            mark = "**" if loss == least[place] else ""
-            texts.append(f"{mark}{perplexity(row)}{mark}")
-        rows.append([arm, *texts])
-    return table(["arm", *(names[place] for place in places)], rows)
+    cells = [
+        c for c in results if (c.size, c.steps, c.seed) == (size, steps, FIRST_SEED)
+    ]
+    columns = collections.defaultdict(list)
+    for c in cells:
+        columns[c.control, c.decay, c.rate].append(c)
+    bests = [
+        min(columns[place], key=lambda c: perplexity_order(results, c))
+        for place in sorted(columns)
+    ]
+
+    def text(cell: Cell, best: Cell) -> str:
+        mark = "**" if cell == best else ""
+        return f"{mark}{perplexity(results.get(cell))}{mark}"
+
+    rows = [
+        [arm, *(text(dataclasses.replace(best, arm=arm), best) for best in bests)]
+        for arm in sorted({c.arm for c in cells})
+    ]
+    return table(["arm", *(f"{c.treatment}, {c.rate:g}" for c in bests)], rows)
 
 
 def seed_table(results: Results) -> str:

@@ -114,7 +114,7 @@ def _partition(
     that is not our AdamW is not compared with what its ``init`` makes.
     """
 
-    # Cached, so that steps outside of jax.jit find again what they have compiled.
+    # Cached, because steps outside of jax.jit compile again for every new function.
     @functools.lru_cache(maxsize=8)
     def partition(rules: MatrixRules) -> optax.GradientTransformationExtraArgs:
         return optax.partition({MATRIX: matrix(rules), ADAM: rest}, rules.labels)

@@ -88,7 +88,7 @@ def scale_by_low_rank_orthonormal(
     def factor_shape(axes: ResolvedAxes, q: Any = None) -> tuple[int, ...]:
         sides = axes.fan_in, axes.splits[0]
         rank = min(*sides, math.ceil(rank_fraction * min(sides)))
-        # A Q from elsewhere may be that of the longer side.
+        # States of other implementations may hold a Q for the longer side.
         given = q is not None and q.ndim > 1 and q.shape[-2] in sides
         return *axes.batch_shape, q.shape[-2] if given else min(sides), rank
 

@@ -21,7 +21,8 @@ def _check_not_negative(how: Any) -> None:
     for field in dataclasses.fields(how):
         value = getattr(how, field.name)
         traced = isinstance(value, jax.core.Tracer)
-        # As a float: inside jax.jit even comparing a known array is traced.
+        # Converted to a float first: inside jax.jit the comparison of an array is
+        # traced, even if its value is known.
         if not is_real_number(value) or not (traced or 0 <= float(value) < math.inf):
             raise ValueError(
                 f"{field.name} of {type(how).__name__} must be 0 or more, and finite,"
